@@ -1,0 +1,43 @@
+"""What every test shares: one thread, fixed seeds, no network, and the packaged data."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+# Read once when huggingface_hub is imported, so it stands before any import of it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Each worker of pytest-xdist computes on one core; more threads would also change the order of sums.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Each test starts from the same global generators, whichever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of data that the package ships."""
+    return Path(str(files("draftsmith") / "assets"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
