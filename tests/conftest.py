@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,12 +20,11 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def fixed_seeds() -> Iterator[None]:
+def fixed_seeds() -> None:
     """Each test starts from the same global generators, whichever ran before it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session")
