@@ -1,0 +1,62 @@
+"""From a resolved drafter to a TrainState on one device."""
+
+from __future__ import annotations
+
+import torch
+
+from draftsmith.drafter.loss import LossSpec, LossSums, fused_chunk
+from draftsmith.drafter.mask import TILE
+from draftsmith.drafter.model import Drafter
+from draftsmith.drafter.rope import inverse_frequencies
+from draftsmith.errors import ConfigError
+from draftsmith.records import BatchShape, FrozenEnds
+from draftsmith.train.optim import OptimConfig, Optimizer
+from draftsmith.train.parameters import FlatParameters
+from draftsmith.train.step import StepConfig, TrainState
+
+
+def check_sizes(config: StepConfig, shape: BatchShape, block_size: int) -> None:
+    """Refuse sizes that the step can't compute with.
+
+    Raises:
+        ConfigError: more anchors than tokens, or (flex attention) sizes that are not whole mask tiles.
+    """
+    if not 0 < config.num_anchors <= shape.num_tokens:
+        raise ConfigError(f"--anchors {config.num_anchors} is not between 1 and the token budget {shape.num_tokens}")
+    if config.attention == "flex":
+        if shape.num_tokens % TILE:
+            raise ConfigError(
+                f"--token-budget {shape.num_tokens} is not a multiple of {TILE}, which flex attention needs"
+            )
+        if config.num_anchors * block_size % TILE:
+            raise ConfigError(
+                f"--anchors {config.num_anchors} x --block-size {block_size} is not a multiple of {TILE}, which flex "
+                "attention needs: change --anchors"
+            )
+
+
+def build_state(
+    drafter: Drafter, ends: FrozenEnds, loss: LossSpec, step: StepConfig, optim: OptimConfig, total_steps: int,
+    *, device: torch.device, dtype: torch.dtype, compiled: bool,
+) -> TrainState:  # fmt: skip
+    """Allocate parameters, moments and sums on `device`; compile the forward and the loss chunk where asked.
+
+    `drafter` arrives with its initial weights in fp32 on the CPU and is moved. Compiling is lazy: the first step does it.
+    """
+    parameters = FlatParameters.install(drafter, dtype, device)
+    inv_freq, factor = inverse_frequencies(drafter.config.rope, device)
+    forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True) if compiled else drafter.forward
+    chunk = torch.compile(fused_chunk, dynamic=False, fullgraph=True) if compiled else fused_chunk
+    return TrainState(
+        config=step,
+        drafter=drafter,
+        ends=ends,
+        loss=loss,
+        parameters=parameters,
+        optimizer=Optimizer.build(optim, parameters, total_steps),
+        inv_freq=inv_freq,
+        rope_factor=factor,
+        sums=torch.zeros(LossSums.num_sums(drafter.config.block_size), dtype=torch.float32, device=device),
+        forward=forward,
+        chunk=chunk,
+    )

@@ -1,0 +1,86 @@
+"""The drafter's weights as flat buffers: fp32 masters and gradients, and the shadow that computes.
+
+bf16 masters leave RMSNorm weights at exactly 1.0 for ever (an update of 1e-3 is below half a bf16 step), so masters,
+gradients and moments are fp32; `update` writes a bf16 shadow of the masters, and the drafter's parameters are views of
+that shadow. In fp32 runs (CPU) masters and shadow are one buffer. Everything is allocated here, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 64
+"""Elements; every parameter starts on a boundary that vector loads and matrix units like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSlice:
+    """Where one named parameter lies in the flat buffers."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+
+    def view(self, flat_N: Tensor) -> Tensor:
+        return flat_N[self.offset : self.offset + self.shape.numel()].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParameters:
+    """Flat buffers of N elements and the module's parameters as views of `shadow_N`.
+
+    Matrices lie first, so that `[:num_matrix]` is what weight decay applies to. Gaps of the alignment hold zeros.
+    """
+
+    slices: tuple[ParameterSlice, ...]
+    num_matrix: int
+    master_N: Tensor
+    grad_N: Tensor
+    shadow_N: Tensor
+    leaves: tuple[nn.Parameter, ...]
+    """The module's parameters in the order of `slices`."""
+
+    @classmethod
+    def install(cls, module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> FlatParameters:
+        """Move `module`'s parameters into flat buffers on `device`, computing in `dtype`; the module keeps views."""
+        named = sorted(module.named_parameters(), key=lambda item: item[1].ndim < 2)
+        slices: list[ParameterSlice] = []
+        offset, num_matrix = 0, 0
+        for name, parameter in named:
+            slices.append(ParameterSlice(name=name, offset=offset, shape=parameter.shape))
+            offset += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            if parameter.ndim >= 2:
+                num_matrix = offset
+        master_N = torch.zeros(offset, dtype=torch.float32, device=device)
+        for piece, (_, parameter) in zip(slices, named, strict=True):
+            piece.view(master_N).copy_(parameter.detach())
+        shadow_N = master_N if dtype == torch.float32 else master_N.to(dtype)
+        leaves: list[nn.Parameter] = []
+        for piece, (_, parameter) in zip(slices, named, strict=True):
+            parameter.data = piece.view(shadow_N)
+            leaves.append(parameter)
+        return cls(
+            slices=tuple(slices),
+            num_matrix=num_matrix,
+            master_N=master_N,
+            grad_N=torch.zeros_like(master_N),
+            shadow_N=shadow_N,
+            leaves=tuple(leaves),
+        )
+
+    def add_gradients(self, gradients: tuple[Tensor, ...]) -> None:
+        """Accumulate one draw's gradients (order of `leaves`, compute dtype) in fp32."""
+        views = [piece.view(self.grad_N) for piece in self.slices]
+        torch._foreach_add_(views, list(gradients))
+
+    def publish(self) -> None:
+        """Write the shadow that computes from the masters (a no-op where they are one)."""
+        if self.shadow_N is not self.master_N:
+            self.shadow_N.copy_(self.master_N)
+
+    def named(self, flat_N: Tensor) -> dict[str, Tensor]:
+        """Views of a flat buffer (masters, gradients, a moment) by parameter name."""
+        return {piece.name: piece.view(flat_N) for piece in self.slices}

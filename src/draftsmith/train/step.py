@@ -1,0 +1,130 @@
+"""The training step in three pieces: `accumulate` (one draw), a reduce between drafters, `update`.
+
+Both functions here are of tensors with fixed shapes and read nothing on the host, so the same code runs plainly on a
+CPU, compiled, under FakeTensorMode (which refuses any data-dependent operation) and captured as CUDA graphs.
+
+Buffers belong to the TrainState; a call changes only `parameters`, `optimizer` and `sums`, never the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.drafter.anchors import Anchors, make_blocks, select_anchors
+from draftsmith.drafter.layout import DocumentLayout, document_layout
+from draftsmith.drafter.loss import ChunkFunction, LossSpec, chunked_loss, fused_chunk
+from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense_mask
+from draftsmith.drafter.model import Drafter, Mask
+from draftsmith.drafter.rope import RopeTable, rope_table
+from draftsmith.records import FeatureBatch, FrozenEnds
+from draftsmith.train.optim import Optimizer
+from draftsmith.train.parameters import FlatParameters
+
+Forward = Callable[[Tensor, Tensor, RopeTable, RopeTable, dict[str, Mask], bool], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """The fixed sizes of a step and how it computes."""
+
+    num_anchors: int
+    attention: Literal["dense", "flex"]
+    """flex on a GPU; dense (SDPA with a boolean mask) on the CPU, where flex attention has no backward, or if asked for."""
+    checkpoint_layers: bool = False
+    feature_noise: float = 0.0
+    """Half-width of uniform noise on a copy of the features; 0 turns it off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything a step reads and writes on one device."""
+
+    config: StepConfig
+    drafter: Drafter
+    ends: FrozenEnds
+    loss: LossSpec
+    parameters: FlatParameters
+    optimizer: Optimizer
+    inv_freq: Tensor
+    rope_factor: float
+    sums: Tensor
+    """LossSums vector added up since the last update."""
+    forward: Forward
+    chunk: ChunkFunction = fused_chunk
+
+
+def accumulate(state: TrainState, batch: FeatureBatch, uniforms_T: Tensor) -> None:
+    """One draw: from lengths to gradients of the numerator, added to `parameters.grad_N`, and sums to `state.sums`."""
+    config, drafter, ends = state.config, state.drafter.config, state.ends
+    dtype = state.parameters.shadow_N.dtype
+    layout = document_layout(batch.lengths_D, batch.shape.num_tokens)
+    anchors = select_anchors(batch.loss_mask_T, layout.document_ids_T, uniforms_T, config.num_anchors)
+    blocks = make_blocks(
+        anchors, layout, batch.token_ids_T, batch.loss_mask_T, drafter.block_size, drafter.mask_token_id
+    )
+    block_QH = (F.embedding(blocks.input_ids_Q, ends.embedding_VH) * ends.embedding_scale).to(dtype)
+    features_TFH = noisy(batch.features_TFH.to(dtype), uniforms_T, config.feature_noise)
+    hidden_QH = state.forward(
+        block_QH,
+        features_TFH,
+        rope_table(layout.positions_T, state.inv_freq, state.rope_factor, dtype),
+        rope_table(blocks.positions_Q, state.inv_freq, state.rope_factor, dtype),
+        make_masks(state, anchors, layout),
+        config.checkpoint_layers,
+    )
+    teacher_QH = None
+    if batch.last_hidden_TH is not None and state.loss.config.distilled:
+        # What follows token a + k - 1 is what place k is to guess.
+        teacher_QH = batch.last_hidden_TH[(blocks.index_AB - 1).clamp(min=0).reshape(-1)].to(dtype)
+    sums = chunked_loss(state.loss, ends, hidden_QH, blocks.labels_Q, blocks.supervised_AB, teacher_QH, state.chunk)
+    gradients = torch.autograd.grad(sums.numerator, state.parameters.leaves)
+    state.parameters.add_gradients(gradients)
+    state.sums.add_(sums.vector.detach())
+
+
+def update(state: TrainState, totals: Tensor) -> None:
+    """Apply the accumulated gradients: divide by the global denominator, clip, AdamW, publish, zero in place.
+
+    `totals` collects the sums for the log before they are zeroed (fp64, same layout as `state.sums`).
+    """
+    state.optimizer.apply(state.parameters, state.sums[1])
+    totals.add_(state.sums)
+    state.sums.zero_()
+
+
+def make_masks(state: TrainState, anchors: Anchors, layout: DocumentLayout) -> dict[str, Mask]:
+    """Who sees whom, per layer type in use."""
+    drafter = state.drafter.config
+    ranges = context_ranges(anchors, layout)
+    masks: dict[str, Mask] = {}
+    for kind in sorted(set(drafter.layer_types)):
+        shape = MaskShape(
+            num_tokens=layout.document_ids_T.numel(),
+            num_anchors=state.config.num_anchors,
+            block_size=drafter.block_size,
+            group=drafter.group if state.config.attention == "flex" else 1,
+            window=drafter.window(kind),
+        )
+        masks[kind] = block_mask(ranges, shape) if state.config.attention == "flex" else dense_mask(ranges, shape)
+    return masks
+
+
+def noisy(features_TFH: Tensor, uniforms_T: Tensor, half_width: float) -> Tensor:
+    """A copy of the features with uniform noise in (-half_width, half_width); the buffer itself where 0.
+
+    The noise is a hash of the draw's uniforms and the column, so it needs no generator state, and capture, resume and
+    ranks see the same noise. Padding gets noise too: nothing reads it.
+    """
+    if half_width == 0.0:
+        return features_TFH
+    column = torch.arange(1, features_TFH.shape[1] + 1, device=features_TFH.device, dtype=torch.float64)
+    # Weyl sequence per row: the fractional part of u + column * golden ratio is equidistributed in columns.
+    mixed = torch.frac((uniforms_T[:, None] + 1.0) * (column * 0.6180339887498949))
+    noise = (torch.frac(torch.sin(mixed * 12345.678) * 43758.5453).abs() * 2.0 - 1.0) * half_width
+    return features_TFH + noise.to(features_TFH.dtype)
