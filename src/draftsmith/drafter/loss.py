@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafter.objectives import LossConfig, place_weights, row_gradient, row_loss
+from draftsmith.drafter.recompute import recomputed
 from draftsmith.records import FrozenEnds
 
 
@@ -172,12 +172,9 @@ def chunked_loss(
 
     vector = torch.zeros(LossSums.num_sums(spec.block_size), dtype=torch.float32, device=hidden_QH.device)
     for low, high in bounds:
-        sums = checkpoint(plain, hidden_QH[low:high], *piece(low, high), use_reentrant=False)
-        assert isinstance(sums, Tensor)
-        vector = vector + sums
+        vector = vector + recomputed(plain, hidden_QH[low:high], *piece(low, high))
     return LossSums(vector)
 
 
 def _apply_fused(hidden_QH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    vector: Tensor = _FusedLoss.apply(hidden_QH, run)  # pyright: ignore[reportUnknownMemberType, reportAssignmentType]
-    return vector
+    return cast(Tensor, _FusedLoss.apply(hidden_QH, run))

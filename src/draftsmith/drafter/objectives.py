@@ -37,7 +37,7 @@ class LossConfig:
     """The objective. Resuming a run with another one is refused unless asked for."""
 
     loss: LossKind = "ce"
-    """What each place is asked to match: the text (ce) or the target's distribution (kl, tv, lk; needs last hidden states)."""
+    """What each place is to match: the text (ce), or the target's distribution (kl, tv, lk: needs last hidden states)."""
     weights: PlaceWeights = "dpace"
     """How places in a block count: decay (exp(-(k-1)/gamma)) or dpace (by what the acceptance depends on)."""
     gamma: float | Literal["auto"] = "auto"
@@ -64,7 +64,7 @@ class LossConfig:
 
 
 def resolve_gamma(config: LossConfig, block_size: int) -> float:
-    """The decay constant in force: the given one, or 7 / 5 / 4 for blocks of 16 / 10 / 8, linear in between and beyond."""
+    """The decay constant in force: the given one, or 7 / 5 / 4 for blocks of 16 / 10 / 8, linear elsewhere."""
     if config.gamma != "auto":
         return float(config.gamma)
     points = GAMMA_BY_BLOCK

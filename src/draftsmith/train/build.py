@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from draftsmith.drafter.loss import LossSpec, LossSums, fused_chunk
@@ -25,9 +27,7 @@ def check_sizes(config: StepConfig, shape: BatchShape, block_size: int) -> None:
         raise ConfigError(f"--anchors {config.num_anchors} is not between 1 and the token budget {shape.num_tokens}")
     if config.attention == "flex":
         if shape.num_tokens % TILE:
-            raise ConfigError(
-                f"--token-budget {shape.num_tokens} is not a multiple of {TILE}, which flex attention needs"
-            )
+            raise ConfigError(f"--token-budget {shape.num_tokens} is not a multiple of {TILE}, as flex attention needs")
         if config.num_anchors * block_size % TILE:
             raise ConfigError(
                 f"--anchors {config.num_anchors} x --block-size {block_size} is not a multiple of {TILE}, which flex "
@@ -35,25 +35,35 @@ def check_sizes(config: StepConfig, shape: BatchShape, block_size: int) -> None:
             )
 
 
-def build_state(
-    drafter: Drafter, ends: FrozenEnds, loss: LossSpec, step: StepConfig, optim: OptimConfig, total_steps: int,
-    *, device: torch.device, dtype: torch.dtype, compiled: bool,
-) -> TrainState:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """What a TrainState is built from, besides the drafter and the target's ends."""
+
+    loss: LossSpec
+    step: StepConfig
+    optim: OptimConfig
+    total_steps: int
+    dtype: torch.dtype
+    """Of the shadow that computes: bfloat16 on a GPU, float32 on the CPU."""
+    compiled: bool
+
+
+def build_state(drafter: Drafter, ends: FrozenEnds, spec: StateSpec, device: torch.device) -> TrainState:
     """Allocate parameters, moments and sums on `device`; compile the forward and the loss chunk where asked.
 
-    `drafter` arrives with its initial weights in fp32 on the CPU and is moved. Compiling is lazy: the first step does it.
+    `drafter` arrives with its initial weights in fp32 on the CPU and is moved. The first step compiles.
     """
-    parameters = FlatParameters.install(drafter, dtype, device)
+    parameters = FlatParameters.install(drafter, spec.dtype, device)
     inv_freq, factor = inverse_frequencies(drafter.config.rope, device)
-    forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True) if compiled else drafter.forward
-    chunk = torch.compile(fused_chunk, dynamic=False, fullgraph=True) if compiled else fused_chunk
+    forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True) if spec.compiled else drafter.forward
+    chunk = torch.compile(fused_chunk, dynamic=False, fullgraph=True) if spec.compiled else fused_chunk
     return TrainState(
-        config=step,
+        config=spec.step,
         drafter=drafter,
         ends=ends,
-        loss=loss,
+        loss=spec.loss,
         parameters=parameters,
-        optimizer=Optimizer.build(optim, parameters, total_steps),
+        optimizer=Optimizer.build(spec.optim, parameters, spec.total_steps),
         inv_freq=inv_freq,
         rope_factor=factor,
         sums=torch.zeros(LossSums.num_sums(drafter.config.block_size), dtype=torch.float32, device=device),

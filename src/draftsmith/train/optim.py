@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class Optimizer:
         self.lr.copy_(learning_rate(self.config, self.step, self.total_steps))
         has_labels = denominator > 0
         divisor = torch.where(has_labels, denominator, 1.0)
-        norm = torch.linalg.vector_norm(parameters.grad_N) / divisor
+        norm = cast(Tensor, torch.linalg.vector_norm(parameters.grad_N)) / divisor
         is_finite = torch.isfinite(norm)
         self.grad_norm.copy_(norm)
         self.found_inf.copy_((~(is_finite & has_labels)).to(torch.float32))

@@ -73,8 +73,8 @@ class FlatParameters:
 
     def add_gradients(self, gradients: tuple[Tensor, ...]) -> None:
         """Accumulate one draw's gradients (order of `leaves`, compute dtype) in fp32."""
-        views = [piece.view(self.grad_N) for piece in self.slices]
-        torch._foreach_add_(views, list(gradients))
+        for piece, gradient in zip(self.slices, gradients, strict=True):
+            piece.view(self.grad_N).add_(gradient)
 
     def publish(self) -> None:
         """Write the shadow that computes from the masters (a no-op where they are one)."""

@@ -35,7 +35,7 @@ class StepConfig:
 
     num_anchors: int
     attention: Literal["dense", "flex"]
-    """flex on a GPU; dense (SDPA with a boolean mask) on the CPU, where flex attention has no backward, or if asked for."""
+    """flex on a GPU; dense (SDPA, boolean mask) on the CPU, where flex attention has no backward, or if asked for."""
     checkpoint_layers: bool = False
     feature_noise: float = 0.0
     """Half-width of uniform noise on a copy of the features; 0 turns it off."""
