@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from draftsmith.drafter.rope import RopeConfig, RopeTable, rotate
 from draftsmith.drafter.recompute import recomputed
+from draftsmith.drafter.rope import RopeConfig, RopeTable, rotate
 from draftsmith.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -37,7 +37,7 @@ class LossConfig:
     """The objective. Resuming a run with another one is refused unless asked for."""
 
     loss: LossKind = "ce"
-    """What each place is to match: the text (ce), or the target's distribution (kl, tv, lk: needs last hidden states)."""
+    """What a place is to match: the text (ce), or the distribution of the target (kl, tv, lk)."""
     weights: PlaceWeights = "dpace"
     """How places in a block count: decay (exp(-(k-1)/gamma)) or dpace (by what the acceptance depends on)."""
     gamma: float | Literal["auto"] = "auto"
