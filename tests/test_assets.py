@@ -1,0 +1,46 @@
+"""The packaged conversations are what their provenance says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def conversations(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+    return row["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(("name", "rows", "cut"), [("train", 400, 159), ("val", 40, None)])
+def test_conversations_are_one_question_and_one_answer(assets: Path, name: str, rows: int, cut: int | None) -> None:
+    chats = conversations(assets / "quickstart" / f"{name}.jsonl.gz")
+    assert len(chats) == rows
+    assert all([message["role"] for message in chat["messages"]] == ["user", "assistant"] for chat in chats)
+    assert {chat["finish_reason"] for chat in chats} == {"stop", "length"}
+    if cut is not None:
+        assert sum(chat["finish_reason"] == "length" for chat in chats) == cut
+
+
+def test_prompts_are_held_out(assets: Path) -> None:
+    folder = assets / "quickstart"
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(prompts) == 10
+    assert all([message["role"] for message in row["messages"]] == ["user"] for row in prompts)
+    seen = {prompt_of(row) for name in ("train", "val") for row in conversations(folder / f"{name}.jsonl.gz")}
+    assert seen.isdisjoint(prompt_of(row) for row in prompts)
+
+
+def test_validation_is_held_out(assets: Path) -> None:
+    train, val = (
+        {prompt_of(row) for row in conversations(assets / "quickstart" / f"{name}.jsonl.gz")}
+        for name in ("train", "val")
+    )
+    assert train.isdisjoint(val)
