@@ -1,7 +1,7 @@
 """Tiny random targets of each family that draftsmith supports, for every test that needs a real Hugging Face model.
 
-`tiny_target(family)` gives a cached Target: never cut, quantise or compile it in place; `fresh_target(family)` gives one
-to spoil. `save_tiny(family, folder)` writes model and tokenizer as a local folder for the command line.
+`tiny_target(family)` gives a cached Target: never quantise, compile or poison it in place; `fresh_target(family)`
+gives one to spoil. `save_tiny(family, folder)` writes model and tokenizer as a local folder for the command line.
 """
 
 from __future__ import annotations

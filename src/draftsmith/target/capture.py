@@ -82,8 +82,8 @@ class _Forward:
 class PackedCapture:
     """The staging FeatureBatch of one target and the frozen forwards that fill it.
 
-    Owns its buffers, on the target's device, for its whole life and returns the same ones from every `run`: copy them before the
-    next. One thread uses it. Nothing in `run` waits for the device; `check()` does, on request.
+    Owns its buffers, on the target's device, for its whole life and returns the same ones from every `run`: copy them
+    before the next. One thread uses it. Nothing in `run` waits for the device; `check()` does, on request.
     """
 
     def __init__(self, target: Target, taps: Sequence[int], shape: BatchShape):
@@ -157,7 +157,8 @@ class PackedCapture:
         bad_TF = ~parts_TFH.isfinite().all(2) | (parts_TFH == 0).all(2)
         if not bool(bad_TF.any()):
             return
-        row, tap = divmod(int(bad_TF.flatten().int().argmax()), self.shape.num_taps)
+        # The shallowest layer first: from there on attention spreads a NaN to rows that never saw its token.
+        tap, row = divmod(int(bad_TF.t().flatten().int().argmax()), T)
         start = 0
         for number, document in enumerate(documents):
             if row < start + document.length:
@@ -193,8 +194,8 @@ class PackedCapture:
         longest = max((document.length for document in chosen), default=0)
         if longest > plan.length or len(chosen) > plan.rows:
             raise CapacityError(
-                f"{len(chosen)} documents of up to {longest} tokens don't fit a forward of {plan.rows} x {plan.length}: "
-                "plan the batch again from the documents' own lengths"
+                f"{len(chosen)} documents of up to {longest} tokens don't fit a forward of {plan.rows} x "
+                f"{plan.length}: plan the batch again from the documents' own lengths"
             )
         token_ids_RL = torch.full((plan.rows, plan.length), PAD_ID, dtype=torch.int64)
         rows_RL = torch.full((plan.rows, plan.length), self.shape.num_tokens, dtype=torch.int64)
