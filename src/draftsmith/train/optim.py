@@ -154,5 +154,6 @@ def learning_rate(config: OptimConfig, step: Tensor, total_steps: int) -> Tensor
         decay_steps = max(1.0, round(config.decay * total_steps))
         fall = ((total_steps - done + 1.0) / decay_steps).clamp(min=0.0, max=1.0)
         return config.lr * rise * fall
-    progress = ((done - warmup_steps) / max(1.0, total_steps - warmup_steps)).clamp(min=0.0, max=1.0)
+    # Zero is reached one step past the end: a last step at zero would learn nothing from its batches.
+    progress = ((done - warmup_steps) / max(1.0, total_steps - warmup_steps + 1.0)).clamp(min=0.0, max=1.0)
     return config.lr * rise * 0.5 * (1.0 + torch.cos(math.pi * progress))

@@ -23,6 +23,7 @@ from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense
 from draftsmith.drafter.model import Drafter, Mask
 from draftsmith.drafter.rope import RopeTable, rope_table
 from draftsmith.records import FeatureBatch, FrozenEnds
+from draftsmith.train.noise import noisy
 from draftsmith.train.optim import Optimizer
 from draftsmith.train.parameters import FlatParameters
 
@@ -79,7 +80,8 @@ def accumulate(state: TrainState, batch: FeatureBatch, uniforms_T: Tensor) -> No
         config.checkpoint_layers,
     )
     teacher_QH = None
-    if batch.last_hidden_TH is not None and state.loss.config.distilled:
+    if state.loss.config.distilled:
+        assert batch.last_hidden_TH is not None, "a distilled loss needs batches that carry last hidden states"
         # What follows token a + k - 1 is what place k is to guess.
         teacher_QH = batch.last_hidden_TH[(blocks.index_AB - 1).clamp(min=0).reshape(-1)].to(dtype)
     sums = chunked_loss(state.loss, ends, hidden_QH, blocks.labels_Q, blocks.supervised_AB, teacher_QH, state.chunk)
@@ -91,10 +93,11 @@ def accumulate(state: TrainState, batch: FeatureBatch, uniforms_T: Tensor) -> No
 def update(state: TrainState, totals: Tensor) -> None:
     """Apply the accumulated gradients: divide by the global denominator, clip, AdamW, publish, zero in place.
 
-    `totals` collects the sums for the log before they are zeroed (fp64, same layout as `state.sums`).
+    `totals` collects the sums for the log before they are zeroed (fp64, same layout as `state.sums`); a step that is
+    skipped for a non-finite gradient adds nothing, or one NaN would hide the rest of the window.
     """
     state.optimizer.apply(state.parameters, state.sums[1])
-    totals.add_(state.sums)
+    totals.add_(torch.where(state.optimizer.found_inf > 0, 0.0, state.sums))
     state.sums.zero_()
 
 
@@ -113,18 +116,3 @@ def make_masks(state: TrainState, anchors: Anchors, layout: DocumentLayout) -> d
         )
         masks[kind] = block_mask(ranges, shape) if state.config.attention == "flex" else dense_mask(ranges, shape)
     return masks
-
-
-def noisy(features_TFH: Tensor, uniforms_T: Tensor, half_width: float) -> Tensor:
-    """A copy of the features with uniform noise in (-half_width, half_width); the buffer itself where 0.
-
-    The noise is a hash of the draw's uniforms and the column, so it needs no generator state, and capture, resume and
-    ranks see the same noise. Padding gets noise too: nothing reads it.
-    """
-    if half_width == 0.0:
-        return features_TFH
-    column = torch.arange(1, features_TFH.shape[1] + 1, device=features_TFH.device, dtype=torch.float64)
-    # Weyl sequence per row: the fractional part of u + column * golden ratio is equidistributed in columns.
-    mixed = torch.frac((uniforms_T[:, None] + 1.0) * (column * 0.6180339887498949))
-    noise = (torch.frac(torch.sin(mixed * 12345.678) * 43758.5453).abs() * 2.0 - 1.0) * half_width
-    return features_TFH + noise.to(features_TFH.dtype)
