@@ -1,0 +1,1 @@
+"""Conversations in, documents with exact loss masks out, and the order in which they are trained on."""
