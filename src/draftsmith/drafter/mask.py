@@ -126,7 +126,8 @@ def block_mask(ranges: Ranges, shape: MaskShape) -> BlockMask:
         narrowest = torch.maximum(low, high + (block_size - 1) - (shape.window - 1))
 
     key = torch.arange(shape.num_tokens // TILE, device=device, dtype=torch.int32)[None, None] * TILE
-    seen = touched[..., None] & (widest[..., None] < key + TILE) & (high[..., None] > key)
+    has_context = touched & (high > low)
+    seen = has_context[..., None] & (widest[..., None] < key + TILE) & (high[..., None] > key)
     whole = ((narrowest[..., None] <= key) & (high[..., None] >= key + TILE)) | ~touched[..., None]
     seen, whole = seen.any(1), whole.all(1)
 

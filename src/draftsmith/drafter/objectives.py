@@ -96,8 +96,9 @@ def row_loss(kind: LossKind, logits: Tensor, labels: Tensor, teacher: Tensor | N
     """
     log_p = F.log_softmax(logits, dim=-1)
     ce = -log_p.gather(-1, labels[:, None])[:, 0]
-    if teacher is None:
+    if kind == "ce":
         return ce, ce
+    assert teacher is not None, f"{kind} compares with the target's logits"
     log_t = F.log_softmax(teacher, dim=-1)
     t = log_t.exp()
     if kind == "kl":
@@ -113,9 +114,10 @@ def row_loss(kind: LossKind, logits: Tensor, labels: Tensor, teacher: Tensor | N
 def row_gradient(kind: LossKind, logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
     """d(row loss) / d(logits), fp32 [rows, V], written out (`row_loss` through autograd is its test)."""
     p = F.softmax(logits, dim=-1)
-    if teacher is None:
+    if kind == "ce":
         is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
         return p - is_label.to(p.dtype)
+    assert teacher is not None, f"{kind} compares with the target's logits"
     t = F.softmax(teacher, dim=-1)
     if kind == "kl":
         return p - t
