@@ -29,9 +29,9 @@ def _mixed(x: Tensor, second: Tensor | int) -> Tensor:
 
 
 def _row_keys(uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 keys a row out of the 53 random bits of its double."""
+    """Two int32 keys a row out of the 53 random bits of its double, mixed: a bit keyed in half-way spreads little."""
     bits_T = (uniforms_T * 2.0**53).to(torch.int64)
-    return (bits_T & 0x7FFFFFFF).to(torch.int32), (bits_T >> 22).to(torch.int32)
+    return _mixed((bits_T & 0x7FFFFFFF).to(torch.int32), 0), _mixed((bits_T >> 22).to(torch.int32), 0)
 
 
 def uniform_noise(uniforms_T: Tensor, num_columns: int) -> Tensor:
