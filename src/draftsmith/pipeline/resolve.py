@@ -1,0 +1,225 @@
+"""Everything a bare `draftsmith train` chooses by itself, each with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from draftsmith.data.buckets import OrderConfig, choose_buckets, padding_waste
+from draftsmith.data.loader import BatchOrder
+from draftsmith.drafter.loss import LossSpec
+from draftsmith.drafter.mask import TILE
+from draftsmith.drafter.model import FULL, SLIDING, DrafterConfig
+from draftsmith.drafter.objectives import LossConfig, resolve_gamma
+from draftsmith.drafter.rope import RopeConfig, rope_kind
+from draftsmith.errors import ConfigError, DataError
+from draftsmith.pipeline.settings import BatchOptions, DrafterOptions, PipelineConfig
+from draftsmith.records import BatchShape, TargetFacts
+from draftsmith.target.taps import check_taps, default_taps
+from draftsmith.train.step import StepConfig
+
+SMALL_WIDTH = 1024
+"""Targets narrower than this guess fewer tokens ahead: smaller blocks and fewer layers pay (docs/log.md)."""
+MAX_ANCHORS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One resolved value and why it is that."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(slots=True)
+class Choices:
+    """The choices of a run in the order made."""
+
+    made: list[Choice] = field(default_factory=list[Choice])
+
+    def note(self, name: str, value: object, why: str) -> None:
+        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        self.made.append(Choice(name=name, value=shown, why=why))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """Sizes of batches, steps and the whole run."""
+
+    order: OrderConfig
+    buckets: tuple[int, ...]
+    num_anchors: int
+    draws_per_batch: int
+    accumulation: int
+    total_steps: int
+
+
+def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choices) -> DrafterConfig:
+    """The architecture for a fresh drafter of this target.
+
+    Raises:
+        TargetError: taps that the target doesn't have.
+        ConfigError: no usable mask token, or sizes that contradict each other.
+    """
+    small = facts.hidden_size < SMALL_WIDTH
+    width = f"target width {facts.hidden_size:,}"
+    layers = (2 if small else 5) if options.layers == "auto" else options.layers
+    choices.note("layers", layers, width if options.layers == "auto" else "given")
+    block = (8 if small else 16) if options.block_size == "auto" else options.block_size
+    choices.note("block size", block, width if options.block_size == "auto" else "given")
+    taps = options.taps or default_taps(facts.num_layers)
+    check_taps(taps, facts)
+    choices.note("taps", list(taps), "given" if options.taps else f"spread over {facts.num_layers} layers (paper)")
+    if options.mask_token_id != "auto":
+        mask = options.mask_token_id
+        _check_mask_token(mask, facts)
+        choices.note("mask token", mask, "given")
+    elif facts.reserved_token_ids:
+        mask = facts.reserved_token_ids[0]
+        choices.note("mask token", mask, "an embedding row that the tokenizer never emits")
+    else:
+        raise ConfigError(f"{facts.name} has no reserved token: name an id it never emits with --mask-token-id")
+    full = min(options.full_layers, layers) if options.sliding_window else layers
+    scaling = {} if options.rope == "plain" else dict(facts.rope_scaling)
+    rope_kind(scaling)
+    return DrafterConfig(
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        rms_norm_eps=facts.rms_norm_eps,
+        layer_types=(SLIDING,) * (layers - full) + (FULL,) * full,
+        sliding_window=options.sliding_window,
+        block_size=block,
+        mask_token_id=mask,
+        taps=tuple(taps),
+        num_target_layers=facts.num_layers,
+        vocab_size=facts.vocab_size,
+        rope=RopeConfig(
+            head_dim=facts.head_dim, theta=facts.rope_theta, scaling=scaling, max_positions=facts.max_positions
+        ),
+    )
+
+
+def _check_mask_token(mask: int, facts: TargetFacts) -> None:
+    taken = {*facts.eos_token_ids, facts.pad_token_id, facts.bos_token_id}
+    if mask in taken:
+        raise ConfigError(
+            f"--mask-token-id {mask} is a bos, eos or pad id of {facts.name}: a drafter would learn to see masks where "
+            "text ends; leave it out to take a reserved id"
+        )
+
+
+def resolve_loss(config: LossConfig, block_size: int, choices: Choices) -> LossSpec:
+    """The objective with its decay constant."""
+    gamma = resolve_gamma(config, block_size)
+    choices.note("objective", f"{config.loss}, {config.weights}", "default" if config == LossConfig() else "given")
+    if config.weights == "decay":
+        choices.note("gamma", f"{gamma:g}", f"block size {block_size}" if config.gamma == "auto" else "given")
+    return LossSpec(config=config, gamma=gamma, block_size=block_size)
+
+
+def resolve_batching(
+    options: BatchOptions,
+    drafter: DrafterConfig,
+    lengths: Sequence[int],
+    num_supervised: int,
+    on_gpu: bool,
+    num_drafters: int,
+    choices: Choices,
+) -> Batching:
+    """Budget, anchors, draws, buckets and steps for this data.
+
+    Args:
+        lengths: tokens of every document.
+        num_supervised: supervised tokens of all documents.
+    """
+    if not lengths:
+        raise DataError("no documents to train on: the data holds no usable row")
+    budget = _token_budget(options, drafter, max(lengths), on_gpu, choices)
+    order = OrderConfig(
+        token_budget=budget, max_documents=options.max_documents, seed=options.seed, mixed=options.mixed
+    )
+    multiple = 64 if on_gpu else 8
+    buckets = choose_buckets(lengths, options.num_buckets, multiple)
+    choices.note(
+        "buckets", list(buckets), f"least padding on your lengths: {padding_waste(lengths, buckets):.1%} waste"
+    )
+    places = drafter.block_size - 1
+    tile = TILE // math.gcd(drafter.block_size, TILE)
+    if options.anchors == "auto":
+        anchors = max(tile, min(MAX_ANCHORS, budget // 32) // tile * tile)
+    else:
+        anchors = options.anchors
+    choices.note("anchors", anchors, "a 32nd of the budget" if options.anchors == "auto" else "given")
+    batches = BatchOrder(lengths, buckets, order).num_batches(0)
+    wanted = options.labels_per_token * num_supervised / batches
+    if options.draws_per_batch == "auto":
+        draws = max(1, round(wanted / (anchors * places)))
+        why = f"{options.labels_per_token:g} labels for each of {num_supervised / batches:,.0f} supervised tokens"
+        choices.note("draws per batch", draws, why)
+    else:
+        draws = options.draws_per_batch
+        choices.note(
+            "draws per batch", draws, f"given: {draws * anchors * places * batches / num_supervised:.1f} labels a token"
+        )
+    steps = options.max_steps or max(1, round(options.epochs * batches * draws / (options.accumulation * num_drafters)))
+    epochs = steps * options.accumulation * num_drafters / (batches * draws)
+    choices.note("steps", steps, f"{epochs:.2g} epochs of {batches:,} batches x {draws} draws")
+    return Batching(
+        order=order,
+        buckets=buckets,
+        num_anchors=anchors,
+        draws_per_batch=draws,
+        accumulation=options.accumulation,
+        total_steps=steps,
+    )
+
+
+def _token_budget(options: BatchOptions, drafter: DrafterConfig, longest: int, on_gpu: bool, choices: Choices) -> int:
+    if options.token_budget != "auto":
+        if longest > options.token_budget:
+            raise ConfigError(
+                f"a document of {longest:,} tokens doesn't fit --token-budget {options.token_budget:,}: raise it, or "
+                "lower --max-length"
+            )
+        choices.note("token budget", options.token_budget, "given")
+        return options.token_budget
+    small = drafter.hidden_size < SMALL_WIDTH
+    usual = (16_384 if small else 49_152) if on_gpu else 2_048
+    budget = max(usual, -(-longest // TILE) * TILE)
+    why = "on a GPU" if on_gpu else "on a CPU"
+    choices.note("token budget", budget, why if budget == usual else f"the longest document has {longest:,} tokens")
+    return budget
+
+
+def resolve_step(config: PipelineConfig, num_anchors: int, on_gpu: bool, choices: Choices) -> StepConfig:
+    """How the step computes."""
+    attention = ("flex" if on_gpu else "dense") if config.attention == "auto" else config.attention
+    if attention == "flex" and not on_gpu:
+        raise ConfigError("--attention flex has no backward on a CPU: leave it out, or use dense")
+    if attention == "dense" and on_gpu:
+        choices.note("attention", "dense", "given by name: slow on a GPU, for comparison")
+    return StepConfig(
+        num_anchors=num_anchors,
+        attention=attention,
+        checkpoint_layers=config.checkpoint_layers,
+        feature_noise=config.feature_noise,
+    )
+
+
+def batch_shape(batching: Batching, drafter: DrafterConfig, dtype: torch.dtype, last_hidden: bool) -> BatchShape:
+    """The one shape of the run's FeatureBatches."""
+    return BatchShape(
+        num_tokens=batching.order.token_budget,
+        num_documents=batching.order.max_documents,
+        num_taps=len(drafter.taps),
+        hidden_size=drafter.hidden_size,
+        dtype=dtype,
+        last_hidden=last_hidden,
+    )

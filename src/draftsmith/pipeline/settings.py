@@ -1,0 +1,123 @@
+"""What a person may choose about a drafter, its batches and its machines; `resolve.py` chooses the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from draftsmith.errors import ConfigError
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions:
+    """The drafter's architecture and start; `auto` follows the target."""
+
+    layers: int | Auto = "auto"
+    """Drafter layers: auto is 5, or 2 for targets narrower than 1,024."""
+    block_size: int | Auto = "auto"
+    """Tokens a block holds, the known anchor included: auto is 16, or 8 for targets narrower than 1,024."""
+    taps: tuple[int, ...] = ()
+    """Tapped target layers (0-based decoder layers); empty spreads five over the depth, as the paper does."""
+    mask_token_id: int | Auto = "auto"
+    """Token that stands for a place to be drafted: auto takes a reserved id of the target."""
+    sliding_window: int = 0
+    """Window of the sliding layers; 0 gives every layer the whole context."""
+    full_layers: int = 1
+    """With --sliding-window: how many of the last layers still see everything."""
+    init: Literal["target", "random"] = "target"
+    """Start from copies of the target's last layers where widths agree, or from random weights."""
+    init_from: str = ""
+    """Start from an existing drafter (z-lab layout: a folder or hub id); its own config then decides the architecture."""
+    rope: Literal["target", "plain"] = "target"
+    """Take the target's rotary scaling along, or only its theta."""
+
+    def __post_init__(self) -> None:
+        if self.layers != "auto" and self.layers < 1:
+            raise ConfigError(f"--layers {self.layers} is not 1 or more")
+        if self.sliding_window < 0 or self.full_layers < 0:
+            raise ConfigError("--sliding-window and --full-layers can't be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How much the drafter sees at a time and how often it asks about it."""
+
+    token_budget: int | Auto = "auto"
+    """Packed tokens of a batch (T), its one fixed length: auto is 49,152, 16,384 for small targets, 2,048 on a CPU."""
+    max_documents: int = 256
+    """Most documents in a batch."""
+    anchors: int | Auto = "auto"
+    """Blocks drafted from a batch at a time: auto is a 32nd of the budget, at most 1,024."""
+    labels_per_token: float = 2.5
+    """Labels that each supervised token gets per visit; with the anchors it fixes the draws from a batch."""
+    draws_per_batch: int | Auto = "auto"
+    """Times a batch is used with fresh anchors before it is let go; auto follows --labels-per-token."""
+    accumulation: int = 1
+    """Draws (per drafter) that make up one optimizer step."""
+    num_buckets: int = 6
+    """Lengths that documents are padded to for the target's forward."""
+    mixed: bool = True
+    """Mix lengths within every batch; turning it off only shows what that does to gradients."""
+    epochs: float = 6.0
+    """Passes over the data."""
+    max_steps: int = 0
+    """Optimizer steps; 0 follows --epochs."""
+    seed: int = 0
+    """Seeds the order of batches, the anchors and the random start."""
+
+    def __post_init__(self) -> None:
+        if self.labels_per_token <= 0:
+            raise ConfigError(f"--labels-per-token {self.labels_per_token} is not above 0")
+        if self.accumulation < 1:
+            raise ConfigError(f"--accumulation {self.accumulation} is not 1 or more")
+        if self.epochs <= 0 or self.max_steps < 0:
+            raise ConfigError("--epochs must be above 0, and --max-steps 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """Machines and how they work together."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run: auto takes GPUs where there are any."""
+    targets: int | Auto = "auto"
+    """Workers that run the frozen target; auto splits the GPUs by measured rates."""
+    drafters: int | Auto = "auto"
+    """Workers that train; auto is what --targets leaves."""
+    colocate: bool = False
+    """Both roles on every GPU, in turns, instead of a split."""
+    channel: Literal["auto", "local", "distributed"] = "auto"
+    """local: a thread per worker in one process; distributed: a process per worker (torchrun); auto: what started us."""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """CUDA graphs for the drafter's step: auto is on for GPUs. off trains the same functions uncaptured."""
+    attention: Literal["auto", "flex", "dense"] = "auto"
+    """Drafter attention: auto is flex on a GPU and dense on a CPU."""
+    checkpoint_layers: bool = False
+    """Recompute drafter layers in backward: less memory, more time."""
+    feature_noise: float = 0.0
+    """Half-width of uniform noise on a copy of the features; 0 is off."""
+    ring_slots: int = 2
+    """FeatureBatches that may wait in front of each drafter."""
+    stall_seconds: float = 900.0
+    """Longest wait of one worker for another before the run ends with an error."""
+    threads: int = 0
+    """CPU threads per worker; 0 leaves torch's choice. Pin it where runs must agree to the bit."""
+    strict: bool = False
+    """Make a recompile after warm-up an error instead of a counted warning."""
+    log_every: int = 10
+    """Steps between log lines."""
+
+    def __post_init__(self) -> None:
+        if self.ring_slots < 1:
+            raise ConfigError(f"--ring-slots {self.ring_slots} is not 1 or more")
+        if self.log_every < 1:
+            raise ConfigError(f"--log-every {self.log_every} is not 1 or more")
+        for name, value in (("targets", self.targets), ("drafters", self.drafters)):
+            if value != "auto" and value < 1:
+                raise ConfigError(f"--{name} {value} is not 1 or more")
+        if self.colocate and (self.targets != "auto" or self.drafters != "auto"):
+            raise ConfigError("--colocate runs both roles on every GPU: drop --targets and --drafters")
+        if self.stall_seconds <= 0 or self.threads < 0 or self.feature_noise < 0:
+            raise ConfigError("--stall-seconds must be above 0; --threads and --feature-noise can't be negative")

@@ -1,0 +1,93 @@
+"""TargetForwardLoop: numbered batches in, filled ring slots out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from draftsmith.data.loader import BatchOrder
+from draftsmith.pipeline.buffers import FeatureRing, Slot, WaitClock
+from draftsmith.pipeline.stop import Stop
+from draftsmith.records import BatchPlan, Document, FeatureBatch
+from draftsmith.target.capture import PackedCapture
+
+
+class TargetForwardLoop:
+    """One frozen target: takes its numbers in rising order, runs their forwards, copies into the drafters' rings.
+
+    Two staging sets take turns, so that the forward of the next batch writes one while the other is still being copied
+    out on a side stream. The ring assigns batch n to drafter n % drafters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stagings: Sequence[PackedCapture],
+        order: BatchOrder,
+        documents: Sequence[Document],
+        rings: Sequence[FeatureRing],
+        stop: Stop,
+    ) -> None:
+        self.clock = WaitClock(name)
+        self.requests: list[Callable[[], None]] = []
+        """Work that needs this target's thread (evaluation): done between two batches, in order of arrival."""
+        self._stagings, self._order, self._documents = stagings, order, documents
+        self._rings, self._stop = rings, stop
+        self._turn = 0
+        self._checked = False
+        device = stagings[0].device
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: list[torch.cuda.Event | None] = [None] * len(stagings)
+
+    def run(self, numbers: Iterator[int]) -> None:
+        """Produce each number until they end or the run is asked to stop. The calling thread needs no grad state."""
+        for number in numbers:
+            if self._stop.requested:
+                return
+            self.produce(number)
+
+    def produce(self, number: int) -> None:
+        """Run batch `number` and hand it to its drafter's ring."""
+        while self.requests:
+            self.requests.pop(0)()
+        plan = self._order.batch(number)
+        index = self._turn % len(self._stagings)
+        self._turn += 1
+        copied = self._copied[index]
+        if copied is not None:
+            torch.cuda.current_stream(self._stagings[index].device).wait_event(copied)
+        batch = self._stagings[index].run(plan, self._documents)
+        if not self._checked:
+            # Once a run, before anything trains on it: a NaN or all-zero tap is a broken target.
+            self._stagings[index].check([self._documents[document] for document in plan.documents])
+            self._checked = True
+        self._count(plan)
+        sequence, drafter = divmod(number, len(self._rings))[0], number % len(self._rings)
+        ring = self._rings[drafter]
+        since = time.perf_counter()
+        slot = ring.acquire(sequence)
+        self.clock.room(since)
+        self._copied[index] = copy_out(batch, slot, self._copy_stream)
+        ring.publish(sequence)
+
+    def _count(self, plan: BatchPlan) -> None:
+        self.clock.tokens += sum(self._documents[document].length for document in plan.documents)
+        self.clock.padded_tokens += sum(forward.rows * forward.length for forward in plan.forwards)
+
+
+def copy_out(batch: FeatureBatch, slot: Slot, copy_stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Copy a staged batch into a ring slot; on a GPU asynchronously on `copy_stream`, with an event behind it."""
+    if copy_stream is None:
+        slot.batch.copy_(batch)
+        return None
+    copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
+    if slot.read is not None:
+        copy_stream.wait_event(slot.read)
+    with torch.cuda.stream(copy_stream):
+        slot.batch.copy_(batch, non_blocking=True)
+        written = torch.cuda.Event()
+        written.record(copy_stream)
+    slot.written = written
+    return written
