@@ -56,6 +56,8 @@ def facts_from_config(
             f"{name or config.model_type} is no decoder-only language model (its config lacks {', '.join(missing)}): "
             "give a causal language model as --target"
         )
+    # Of the text decoder, and the same whether a wrapper's config or the decoder's own was read.
+    model_type = str(values["model_type"]).removesuffix("_text")
     heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
     head_dim = int(values.get("head_dim") or hidden // heads)
     theta, scaling = rope_of(values, head_dim)
@@ -63,7 +65,7 @@ def facts_from_config(
     eos, bos, pad = token_ends(values, tokenizer, generation_config)
     return TargetFacts(
         name=name,
-        model_type=str(config.model_type),
+        model_type=model_type,
         num_layers=int(values["num_hidden_layers"]),
         hidden_size=hidden,
         intermediate_size=int(values.get("intermediate_size") or 4 * hidden),
@@ -80,7 +82,7 @@ def facts_from_config(
         eos_token_ids=eos,
         bos_token_id=bos,
         pad_token_id=pad,
-        reserved_token_ids=reserved_ids(str(config.model_type), rows, tokenizer, {*eos, bos, pad}),
+        reserved_token_ids=reserved_ids(model_type, rows, tokenizer, {*eos, bos, pad}),
         template_hash=template_hash(tokenizer),
     )
 
@@ -178,7 +180,7 @@ def reserved_ids(model_type: str, rows: int, tokenizer: Any, taken: set[int | No
     special tokens that the chat template doesn't write. Never an end, begin or pad token.
     """
     found: list[int] = []
-    known = KNOWN_RESERVED.get(model_type.removesuffix("_text"))
+    known = KNOWN_RESERVED.get(model_type)
     if known is not None and known < rows:
         found.append(known)
     if tokenizer is not None:

@@ -204,13 +204,18 @@ def load_tokenizer(config: TargetConfig, source: str, *, required: bool) -> Any:
         TargetError: required and missing.
     """
     try:
-        return cast(Any, AutoTokenizer).from_pretrained(source, **_hub_options(config))
+        found = cast(Any, AutoTokenizer).from_pretrained(source, **_hub_options(config))
+        # Without vocabulary files transformers makes some families' tokenizers from nothing but special tokens.
+        reason = "" if len(found) > len(found.added_tokens_decoder) else "no vocabulary files"
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-        if not required:
-            return None
+        found, reason = None, _first_line(error)
+    if not reason:
+        return found
+    if required:
         raise TargetError(
-            f"can't load the tokenizer of {config.target} ({_first_line(error)}): add its tokenizer files to the folder"
-        ) from error
+            f"can't load the tokenizer of {config.target} ({reason}): add its tokenizer files to the folder"
+        )
+    return None
 
 
 def _auto_class(hf_config: Any, name: str) -> Any:
@@ -261,13 +266,21 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     path = Path(adapter).expanduser()
     if path.exists() and not (path / "adapter_config.json").is_file():
         raise TargetError(f"adapter {adapter} holds no adapter_config.json: give a folder written by peft")
+    where = str(path) if path.exists() else adapter
     try:
-        return peft.PeftModel.from_pretrained(model, str(path) if path.exists() else adapter).merge_and_unload()
+        wrapped = peft.PeftModel.from_pretrained(model, where)
+        lost = set(peft.load_peft_weights(where, device="cpu")) - set(peft.get_peft_model_state_dict(wrapped))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise TargetError(
             f"adapter {adapter} can't be merged ({_first_line(error)}): check its path and that it was trained on "
-            f"{type(model).__name__}"
+            f"this {type(model).__name__}"
         ) from error
+    if lost:  # peft drops weights of modules that the model lacks, and merges the rest
+        raise TargetError(
+            f"adapter {adapter} has {len(lost)} weights with no place in this {type(model).__name__}, such as "
+            f"{min(lost)}: give the target it was trained on"
+        )
+    return wrapped.merge_and_unload()
 
 
 def _first_line(error: BaseException) -> str:
