@@ -29,7 +29,7 @@ class DrafterOptions:
     init: Literal["target", "random"] = "target"
     """Start from copies of the target's last layers where widths agree, or from random weights."""
     init_from: str = ""
-    """Start from an existing drafter (z-lab layout: a folder or hub id); its own config then decides the architecture."""
+    """Start from an existing drafter (z-lab layout, folder or hub id); its own config decides the architecture."""
     rope: Literal["target", "plain"] = "target"
     """Take the target's rotary scaling along, or only its theta."""
 
@@ -89,7 +89,7 @@ class PipelineConfig:
     colocate: bool = False
     """Both roles on every GPU, in turns, instead of a split."""
     channel: Literal["auto", "local", "distributed"] = "auto"
-    """local: a thread per worker in one process; distributed: a process per worker (torchrun); auto: what started us."""
+    """local: a thread per worker, one process; distributed: a process per worker (torchrun); auto: as started."""
     capture: Literal["auto", "on", "off"] = "auto"
     """CUDA graphs for the drafter's step: auto is on for GPUs. off trains the same functions uncaptured."""
     attention: Literal["auto", "flex", "dense"] = "auto"
@@ -106,17 +106,14 @@ class PipelineConfig:
     """CPU threads per worker; 0 leaves torch's choice. Pin it where runs must agree to the bit."""
     strict: bool = False
     """Make a recompile after warm-up an error instead of a counted warning."""
-    log_every: int = 10
-    """Steps between log lines."""
 
     def __post_init__(self) -> None:
         if self.ring_slots < 1:
             raise ConfigError(f"--ring-slots {self.ring_slots} is not 1 or more")
-        if self.log_every < 1:
-            raise ConfigError(f"--log-every {self.log_every} is not 1 or more")
-        for name, value in (("targets", self.targets), ("drafters", self.drafters)):
-            if value != "auto" and value < 1:
-                raise ConfigError(f"--{name} {value} is not 1 or more")
+        if self.targets != "auto" and self.targets < 1:
+            raise ConfigError(f"--targets {self.targets} is not 1 or more")
+        if self.drafters != "auto" and self.drafters < 1:
+            raise ConfigError(f"--drafters {self.drafters} is not 1 or more")
         if self.colocate and (self.targets != "auto" or self.drafters != "auto"):
             raise ConfigError("--colocate runs both roles on every GPU: drop --targets and --drafters")
         if self.stall_seconds <= 0 or self.threads < 0 or self.feature_noise < 0:

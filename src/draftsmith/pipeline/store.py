@@ -11,15 +11,15 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from draftsmith.errors import DataError
@@ -144,7 +144,8 @@ def read_index(folder: Path) -> StoreIndex:
     if not path.exists():
         raise DataError(f"{folder} holds no captured features: run draftsmith capture --out {folder}")
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    index = StoreIndex(**{**values, "taps": tuple(values["taps"])})
+    values["taps"] = tuple(values["taps"])
+    index = StoreIndex(**values)
     missing = [n for n in range(index.num_batches) if not shard_path(folder, n).with_suffix(".sha256").exists()]
     if missing:
         raise DataError(
@@ -192,8 +193,7 @@ class ShardReadLoop:
         path = shard_path(self._folder, stored_batch(number, self._index.num_batches, self._seed))
         sequence, ring = number // len(self._rings), self._rings[number % len(self._rings)]
         try:
-            with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
-                tensors: Mapping[str, Tensor] = {name: file.get_tensor(name) for name in self._staging.tensors()}
+            tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise DataError(f"shard {path} is damaged ({error}): delete it and run draftsmith capture again") from error
         since = time.perf_counter()
