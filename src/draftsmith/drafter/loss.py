@@ -112,7 +112,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_QH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         gradient_QH = torch.empty_like(hidden_QH)
-        vector = run(hidden_QH, gradient_QH)
+        vector = run(hidden_QH.detach(), gradient_QH)  # a chunk with a history would warn when it is compiled
         ctx.save_for_backward(gradient_QH)
         return vector
 
