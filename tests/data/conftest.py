@@ -10,7 +10,30 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
-SPECIAL = ["<|endoftext|>", "<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>", "<|assistant|>", "<|user|>", "<|system|>", "<|end|>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|begin|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<|end_of_sentence|>",
+    "<|assistant|>",
+    "<|user|>",
+    "<|system|>",
+    "<|end|>",
+]
 CORPUS = [
     "Hello there, how are you today?\n\nI am fine, thank you.\n",
     "The quick brown fox jumps over the lazy dog.\n\n\nassistant user system model tool\n",
@@ -24,7 +47,8 @@ EOS = {
     "gemma": "<|endoftext|>",
 }
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""As Llama 3 and Qwen split words: a run of new lines stays whole before a letter (GPT-2's pattern splits its last one off)."""
+"""As Llama 3 and Qwen split words: a run of new lines stays whole before a letter (GPT-2's pattern splits its last
+one off)."""
 NAMES = ("chatml", "llama3", "gemma", "mistral", "qwen3", "qwen35", "deepseek", "tagged", "upper")
 
 

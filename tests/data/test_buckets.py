@@ -127,7 +127,9 @@ def test_every_prefix_is_proportional_by_bucket(seed: int, ahead: int) -> None:
 
 
 def test_looking_ahead_fills_batches() -> None:
-    lengths = np.minimum(np.random.Generator(np.random.PCG64(2)).lognormal(6.2, 0.7, 3000).astype(int) + 1, 4096).tolist()
+    lengths = np.minimum(
+        np.random.Generator(np.random.PCG64(2)).lognormal(6.2, 0.7, 3000).astype(int) + 1, 4096
+    ).tolist()
     buckets = choose_buckets(lengths)
     blind, seeing = (OrderConfig(token_budget=49_152, look_ahead=ahead) for ahead in (0, 32))
     plain = fill_share(plan_epoch(lengths, buckets, blind, 0), lengths, blind)
@@ -144,5 +146,7 @@ def test_a_document_longer_than_a_batch_names_both_numbers() -> None:
 def test_impossible_orders_are_refused() -> None:
     with pytest.raises(ConfigError, match="--token-budget"):
         OrderConfig(token_budget=0)
+    with pytest.raises(ConfigError, match="--forwards-per-batch"):
+        OrderConfig(forwards_per_batch=0)
     with pytest.raises(ConfigError, match="--look-ahead"):
         OrderConfig(look_ahead=-1)

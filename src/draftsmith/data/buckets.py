@@ -12,8 +12,6 @@ import numpy as np
 from draftsmith.errors import CapacityError, ConfigError, DataError
 from draftsmith.records import BatchPlan, ForwardPlan
 
-FORWARDS_PER_BATCH = 4
-"""A forward holds at most `token_budget / 4` padded tokens, so that several buckets share every batch."""
 MAX_EDGES = 2048
 """Candidate bucket lengths of the dynamic programme; longer data rounds lengths to a larger multiple."""
 
@@ -30,22 +28,28 @@ class OrderConfig:
     """Seeds the order; with the epoch and the data it fixes every batch."""
     mixed: bool = True
     """Mix buckets inside every batch. False puts one bucket in each batch: only to show what that does to gradients."""
+    forwards_per_batch: int = 4
+    """A forward of the target holds at most `token_budget` / this many padded tokens, so that buckets share every
+    batch."""
     look_ahead: int = 32
     """Forwards looked through for one that fills what is left of a batch."""
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.max_documents < 1:
             raise ConfigError("--token-budget and --max-documents must be at least 1")
+        if self.forwards_per_batch < 1:
+            raise ConfigError(f"--forwards-per-batch {self.forwards_per_batch} must be at least 1")
         if self.look_ahead < 0:
             raise ConfigError(f"--look-ahead {self.look_ahead} is below 0: give 0 to look at the next forward only")
 
     @property
     def forward_tokens(self) -> int:
-        return max(1, self.token_budget // FORWARDS_PER_BATCH)
+        return max(1, self.token_budget // self.forwards_per_batch)
 
 
 def choose_buckets(lengths: Sequence[int], num_buckets: int = 6, multiple: int = 8) -> tuple[int, ...]:
-    """At most `num_buckets` lengths, ascending, that pad these documents with the fewest tokens: exact, by dynamic programming.
+    """At most `num_buckets` lengths, ascending, that pad these documents with the fewest tokens: exact, by dynamic
+    programming.
 
     Every length is a multiple of `multiple` (of a larger power of two times it where the data is so long that more than
     `MAX_EDGES` candidates would arise). The largest covers the longest document.
@@ -64,7 +68,8 @@ def choose_buckets(lengths: Sequence[int], num_buckets: int = 6, multiple: int =
     edges, counts = np.unique(rounded, return_counts=True)
     size = len(edges)
     below = np.concatenate([[0], np.cumsum(counts)])
-    # cost[j]: fewest padded tokens for the shortest j lengths; a last bucket over (i, j] costs its documents times its length.
+    # cost[j]: fewest padded tokens for the shortest j lengths; a last bucket over (i, j] costs its documents times
+    # its length.
     cost = np.full(size + 1, np.iinfo(np.int64).max // 2, dtype=np.int64)
     cost[0] = 0
     cuts: list[np.ndarray] = []
@@ -96,8 +101,8 @@ def bucket_of(length: int, buckets: Sequence[int]) -> int:
     index = bisect.bisect_left(buckets, length)
     if index == len(buckets):
         raise CapacityError(
-            f"a document of {length} tokens doesn't fit the longest bucket of {buckets[-1]}: add a bucket that holds it "
-            "or lower --max-length"
+            f"a document of {length} tokens doesn't fit the longest bucket of {buckets[-1]}: add a bucket that holds "
+            "it or lower --max-length"
         )
     return index
 
@@ -118,9 +123,9 @@ def plan_epoch(
 ) -> list[BatchPlan]:
     """All batches of one epoch, numbered from `first_number`; every document is in exactly one.
 
-    Mixed order: forward i of the n of a bucket gets the key (i + u) / n with one u per bucket, and forwards go by key. So among
-    the first m of all N forwards a bucket of n has m * n / N of them within 1 + (number of buckets) * n / N; filling batches by
-    looking ahead moves no more than `look_ahead` forwards across the end of a batch.
+    Mixed order: forward i of the n of a bucket gets the key (i + u) / n with one u per bucket, and forwards go by
+    key. So among the first m of all N forwards a bucket of n has m * n / N of them within 1 + (number of buckets) *
+    n / N; filling batches by looking ahead moves no more than `look_ahead` forwards across the end of a batch.
 
     Raises:
         CapacityError: a document longer than the token budget or than the longest bucket.
@@ -128,8 +133,8 @@ def plan_epoch(
     longest = max(lengths, default=0)
     if longest > order.token_budget:
         raise CapacityError(
-            f"a document of {longest} tokens doesn't fit a batch of {order.token_budget}: raise --token-budget or lower "
-            "--max-length"
+            f"a document of {longest} tokens doesn't fit a batch of {order.token_budget}: raise --token-budget or "
+            "lower --max-length"
         )
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([order.seed, epoch])))
     queues = _forwards_by_bucket(lengths, buckets, order, generator)

@@ -1,8 +1,9 @@
 """One row of any common conversation format -> a `Conversation`, or the reason why it can't be one.
 
-Recognised without options, in this order: `input_ids` with `loss_mask` (or `labels`), request logs of OpenAI-compatible servers
-(`request` and `response` bodies), `messages` / `conversations` / `conversation` (role/content or from/value), `prompt` with
-`completion`, pre-rendered `text`. A bare list is taken for a list of messages. Nothing here knows of a tokenizer.
+Recognised without options, in this order: `input_ids` with `loss_mask` (or `labels`), request logs of OpenAI-compatible
+servers (`request` and `response` bodies), `messages` / `conversations` / `conversation` (role/content or from/value),
+`prompt` with `completion`, pre-rendered `text`. A bare list is taken for a list of messages. Nothing here knows of a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A row left out: `reason` is one of a few dozen, to be counted; `detail` is of this row, to be shown as an example."""
+    """A row left out: `reason` is one of a few dozen, to be counted; `detail` is of this row, to be shown as an
+    example."""
 
     reason: str
     detail: str = ""
@@ -75,7 +77,8 @@ class _UnusableError(Exception):
 
 
 def parse_row(row: object, source: str = "") -> Conversation | Skip:
-    """Normalise one row (a decoded JSON value). Never raises on any JSON value; of several `choices` in a log the first is taken."""
+    """Normalise one row (a decoded JSON value). Never raises on any JSON value; of several `choices` in a log the
+    first is taken."""
     if isinstance(row, list):
         row = {"messages": cast(list[Any], row)}
     if not isinstance(row, dict):
@@ -133,19 +136,19 @@ def _are_token_ids(values: list[Any]) -> bool:
 
 def _parse_log(fields: dict[str, Any]) -> Conversation:
     request, response = _body(fields, REQUEST_KEYS), _body(fields, RESPONSE_KEYS)
-    choices = response.get("choices")
+    choices: Any = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise _UnusableError("logged response without choices", str(response.get("error", ""))[:120])
-    choice = cast(dict[str, Any], choices[0])
+    choice = cast("list[dict[str, Any]]", choices)[0]
     merged = {**fields, **request, "finish_reason": choice.get("finish_reason")}
     if isinstance(choice.get("text"), str) and isinstance(request.get("prompt"), str):
         return _parse_pair({**merged, "completion": choice["text"]})
-    messages, answer = request.get("messages"), choice.get("message")
+    messages, answer = request.get("messages"), cast(object, choice.get("message"))
     if not isinstance(messages, list) or not isinstance(answer, dict):
         raise _UnusableError("logged request without messages, or response without a message")
     for theirs, ours in (("prompt_token_ids", "prompt_token_ids"), ("token_ids", "completion_token_ids")):
         merged[ours] = choice.get(theirs, response.get(theirs))
-    return _parse_chat(merged, [*cast(list[Any], messages), answer])
+    return _parse_chat(merged, [*cast(list[Any], messages), cast(object, answer)])
 
 
 def _body(fields: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -198,7 +201,7 @@ def _parse_chat(fields: dict[str, Any], raw: object) -> Conversation:
 def _sampled_ids(fields: dict[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """(completion, prompt) tokens of a server; without the prompt's they can't be checked and aren't used."""
     pair = fields.get("completion_token_ids"), fields.get("prompt_token_ids")
-    if not all(isinstance(ids, list) and ids for ids in pair):
+    if not all(isinstance(ids, list) and len(cast(list[Any], ids)) for ids in pair):
         return None, None
     completion, prompt = cast(tuple[list[Any], list[Any]], pair)
     if not _are_token_ids(completion) or not _are_token_ids(prompt):
@@ -242,9 +245,9 @@ def _content(raw: object) -> tuple[str, str]:
     texts: list[str] = []
     thoughts: list[str] = []
     for part in cast(list[Any], raw):
-        fields: dict[str, Any] = {"type": "text", "text": part} if isinstance(part, str) else part
-        if not isinstance(fields, dict):
+        if not isinstance(part, (str, dict)):
             raise _UnusableError("a content part isn't an object", type(part).__name__)
+        fields = {"type": "text", "text": part} if isinstance(part, str) else cast(dict[str, Any], part)
         kind = fields.get("type", "text")
         if kind in ("thinking", "reasoning"):
             thoughts.append(str(fields.get("thinking") or fields.get("text") or ""))
@@ -256,12 +259,14 @@ def _content(raw: object) -> tuple[str, str]:
 
 
 def _tool_call(raw: object) -> dict[str, Any]:
-    """A call as templates want it: `function.arguments` an object (logs hold it as a JSON string, which renders escaped)."""
+    """A call as templates want it: `function.arguments` an object (logs hold it as a JSON string, which renders
+    escaped)."""
     if not isinstance(raw, dict):
         raise _UnusableError("a tool call isn't an object")
     call = cast(dict[str, Any], raw)
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    given: Any = call.get("function", call)
+    function = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    if not isinstance(function.get("name"), str):
         raise _UnusableError("a tool call without a function name")
     arguments = _decoded(function.get("arguments", {}))
     named = {key: call[key] for key in ("id",) if isinstance(call.get(key), str)}

@@ -1,4 +1,5 @@
-"""The order of batches over epochs: any batch by its number, planned lazily, the same on every worker and after a resume."""
+"""The order of batches over epochs: any batch by its number, planned lazily, the same on every worker and after a
+resume."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Files, folders and data sets -> raw rows, streamed. What kind a file is, is read from its bytes, not from its name.
 
-A source is a path or hub id, with an optional weight after a colon: `chats.jsonl:0.3` takes 30% of its rows, `math.jsonl:2` takes
-each twice. Lines of JSON stay bytes here, so that worker processes decode them.
+A source is a path or hub id, with an optional weight after a colon: `chats.jsonl:0.3` takes 30% of its rows,
+`math.jsonl:2` takes each twice. Lines of JSON stay bytes here, so that worker processes decode them.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -15,20 +16,20 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
+from draftsmith.data.arrow import ArrowError, parquet
 from draftsmith.data.conversations import Skip
 from draftsmith.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 GZIP_MAGIC, ZSTD_MAGIC, PARQUET_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+BUFFER = 1 << 20
 MAX_ELEMENT = 1 << 26
 """Characters of one array element past which it is taken for broken, so that memory stays bounded."""
-READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, UnicodeDecodeError, pa.ArrowException)
+READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, UnicodeDecodeError, ArrowError)
 SAVED_MARKS = ("state.json", "dataset_dict.json")
 
 
@@ -50,6 +51,8 @@ class RawRow:
 
     position: str
     value: bytes | object | Skip
+    is_repeat: bool = False
+    """Whether a weight above 1 brought the row again (no duplicate to drop)."""
 
 
 def parse_sources(spec: str | Path | Sequence[str | Path]) -> tuple[Source, ...]:
@@ -116,15 +119,16 @@ def read_source(source: Source) -> Iterator[RawRow]:
 
 
 def read_mixture(sources: Sequence[Source], seed: int) -> Iterator[RawRow]:
-    """The rows of all sources after weights: a row that its weight leaves out comes as a Skip, a repeated one comes again."""
+    """The rows of all sources after weights: a row that its weight leaves out comes as a Skip, a repeated one comes
+    again."""
     for source in sources:
         whole, part = divmod(source.weight, 1.0)
         for index, row in enumerate(read_source(source)):
             copies = int(whole) + (part > 0 and _share(seed, source.location, index) < part)
             if copies == 0:
                 yield RawRow(row.position, Skip("left out by the weight of its source"))
-            for _ in range(copies):
-                yield row
+            for copy in range(copies):
+                yield RawRow(row.position, row.value, is_repeat=copy > 0)
 
 
 def _share(seed: int, location: str, index: int) -> float:
@@ -158,9 +162,8 @@ def _all_files(path: Path) -> list[Path]:
 def _read_file(file: Path) -> Iterator[RawRow]:
     number = 0
     try:
-        with file.open("rb") as raw:
-            magic = raw.read(4)
-            raw.seek(0)
+        with io.BufferedReader(file.open("rb", buffering=0), BUFFER) as raw:
+            magic = raw.peek(4)[:4]
             if magic == PARQUET_MAGIC:
                 rows = _read_parquet(file)
             else:
@@ -172,25 +175,55 @@ def _read_file(file: Path) -> Iterator[RawRow]:
         yield RawRow(f"{file.name} after row {number}", Skip("the rest of the file can't be read", str(damage)[:120]))
 
 
-def _decompressed(raw: IO[bytes], magic: bytes) -> IO[bytes]:
+def _decompressed(raw: io.BufferedReader[Any], magic: bytes) -> io.BufferedReader[Any]:
     if magic.startswith(GZIP_MAGIC):
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+        # It buffers by itself; a larger buffer around it would lose whole blocks before a damaged place.
+        return cast(io.BufferedReader, gzip.GzipFile(fileobj=raw))
     if magic == ZSTD_MAGIC:
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
+        return io.BufferedReader(_ZstdReader(raw), BUFFER)
     return raw
 
 
-def _read_text(stream: IO[bytes], name: str) -> Iterator[RawRow]:
-    buffered = (
-        io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20) if not isinstance(stream, io.BufferedReader) else stream
-    )
-    head = buffered.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+class _ZstdReader(io.RawIOBase):
+    """All frames of a zstd file; unlike the library's own reader, a file that ends inside a frame is an error."""
+
+    def __init__(self, compressed: io.BufferedReader[Any]) -> None:
+        self._compressed = compressed
+        self._frame: Any = None
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._pending:
+            block = self._compressed.read(1 << 16)
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._pending = self._decompress(block)
+        size = min(len(buffer), len(self._pending))
+        buffer[:size], self._pending = self._pending[:size], self._pending[size:]
+        return size
+
+    def _decompress(self, block: bytes) -> bytes:
+        parts: list[bytes] = []
+        while block:
+            frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            parts.append(frame.decompress(block))
+            self._frame, block = (None, frame.unused_data) if frame.eof else (frame, b"")
+        return b"".join(parts)
+
+
+def _read_text(stream: io.BufferedReader[Any], name: str) -> Iterator[RawRow]:
+    head = stream.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
         after = head[1:].lstrip()
-        if after.startswith((b"{", b"[", b"]")) and not _is_line_of_messages(buffered.peek(1 << 20)):
-            yield from _read_array(buffered, name)
+        if after.startswith((b"{", b"[", b"]")) and not _is_line_of_messages(stream.peek(BUFFER)):
+            yield from _read_array(stream, name)
             return
-    for number, line in enumerate(buffered, start=1):
+    for number, line in enumerate(stream, start=1):
         line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
         if line:
             yield RawRow(f"{name}:{number}", line)
@@ -208,11 +241,16 @@ def _is_line_of_messages(head: bytes) -> bool:
     return True
 
 
-def _read_array(stream: IO[bytes], name: str) -> Iterator[RawRow]:
+def _read_array(stream: io.BufferedReader[Any], name: str) -> Iterator[RawRow]:
     """Elements of one JSON array, decoded one after another: memory holds a block and one element."""
     decoder = json.JSONDecoder()
-    reader = io.TextIOWrapper(stream, encoding="utf-8-sig")
-    buffer, number = reader.read(1 << 16).lstrip()[1:], 0
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def read(size: int) -> str:
+        block = stream.read(size)
+        return utf8.decode(block, final=not block)
+
+    buffer, number = read(1 << 16).lstrip()[1:], 0
     while True:
         buffer = buffer.lstrip(" \t\r\n,")
         if buffer.startswith("]"):
@@ -220,7 +258,7 @@ def _read_array(stream: IO[bytes], name: str) -> Iterator[RawRow]:
         try:
             value, end = decoder.raw_decode(buffer)
         except (ValueError, RecursionError) as error:
-            block = reader.read(max(1 << 16, len(buffer))) if len(buffer) < MAX_ELEMENT else ""
+            block = read(max(1 << 16, len(buffer))) if len(buffer) < MAX_ELEMENT else ""
             if not block:
                 yield RawRow(f"{name}[{number}]", Skip("broken JSON: the array ends here", str(error)[:120]))
                 return
@@ -233,8 +271,8 @@ def _read_array(stream: IO[bytes], name: str) -> Iterator[RawRow]:
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
     number = 0
-    for batch in pq.ParquetFile(file).iter_batches(batch_size=256):  # pyright: ignore
-        for row in cast(list[dict[str, Any]], batch.to_pylist()):  # pyright: ignore
+    for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+        for row in cast(list[dict[str, Any]], batch.to_pylist()):
             yield RawRow(f"{file.name}[{number}]", row)
             number += 1
 
@@ -242,8 +280,8 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
 def _read_saved(path: Path) -> Iterator[RawRow]:
     import datasets  # heavy, and rarely needed
 
-    loaded: Any = datasets.load_from_disk(str(path))  # pyright: ignore
-    parts: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {path.name: loaded}
+    loaded: Any = datasets.load_from_disk(str(path))
+    parts = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {path.name: loaded}
     for name, part in parts.items():
         for number, row in enumerate(part):
             yield RawRow(f"{name}[{number}]", row)
@@ -254,7 +292,7 @@ def _read_hub(location: str) -> Iterator[RawRow]:
 
     name, _, split = location.partition("@")
     try:
-        stream: Any = datasets.load_dataset(name, split=split or "train", streaming=True)  # pyright: ignore
+        stream: Any = datasets.load_dataset(name, split=split or "train", streaming=True)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(

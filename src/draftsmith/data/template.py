@@ -1,4 +1,5 @@
-"""A target's chat template as a function, and what probing tells of it: how a turn ends, what the generation prompt supplies."""
+"""A target's chat template as a function, and what probing tells of it: how a turn ends, what the generation prompt
+supplies."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What the template writes after an assistant's text: `ids`, of which the first `emitted` come from the assistant itself."""
+    """What the template writes after an assistant's text: `ids`, of which the first `emitted` come from the
+    assistant itself."""
 
     ids: tuple[int, ...]
     emitted: int
@@ -35,11 +37,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template
+        template = cast("str | dict[str, str] | None", tokenizer.chat_template)
         self.has_template = bool(template)
         self.num_tokens = len(tokenizer)
-        texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-        self._source = "\n".join(map(str, texts))
+        by_name = template if isinstance(template, dict) else {"default": template or ""}
+        self._source = "\n".join(by_name.values())
         self.reasoning_keys = tuple(key for key in REASONING_KEYS if re.search(rf"\b{key}\b", self._source))
         self.switches = tuple(name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", self._source))
         self.has_tags = GENERATION_TAG.search(self._source) is not None
@@ -56,9 +58,9 @@ class ChatTemplate:
         """
         if not self.has_template:
             raise TargetError(
-                f"the tokenizer of {self._tokenizer.name_or_path or 'the target'} has no chat template: use the instruct "
-                "version of the model, save a chat_template.jinja beside it, or give rows of prompt and completion or "
-                "pre-rendered text with --text-rows all"
+                f"the tokenizer of {self._tokenizer.name_or_path or 'the target'} has no chat template: use the "
+                "instruct version of the model, save a chat_template.jinja beside it, or give rows of prompt and "
+                "completion, or pre-rendered text with --text-rows all"
             )
 
     def render(
@@ -91,15 +93,15 @@ class ChatTemplate:
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
         """(text, character spans inside the template's own generation tags)."""
-        from transformers.utils.chat_template_utils import render_jinja_template  # heavy
+        from transformers.utils import chat_template_utils  # heavy
 
-        chat_template = self._tokenizer.get_chat_template(None, cast(Any, list(tools) or None))
+        render = cast(Any, chat_template_utils).render_jinja_template
         texts, spans = cast(
             tuple[list[str], list[list[tuple[int, int]]]],
-            render_jinja_template(
-                conversations=cast(Any, [list(messages)]),
-                tools=cast(Any, list(tools) or None),
-                chat_template=chat_template,
+            render(
+                conversations=[list(messages)],
+                tools=list(tools) or None,
+                chat_template=self._tokenizer.get_chat_template(None, cast(Any, list(tools) or None)),
                 return_assistant_tokens_mask=True,
                 **{**self._tokenizer.special_tokens_map, **kwargs},
             ),
@@ -110,7 +112,8 @@ class ChatTemplate:
         return not self._special.isdisjoint(ids)
 
     def ending(self, kwargs: Mapping[str, Any]) -> Ending:
-        """What follows an assistant's text, from two probes that differ in that text alone: their common token suffix."""
+        """What follows an assistant's text, from two probes that differ in that text alone: their common token
+        suffix."""
         key = repr(sorted(kwargs.items()))
         if key not in self._endings:
             self._endings[key] = self._probe_ending(kwargs)
@@ -134,7 +137,8 @@ class ChatTemplate:
         return self._given_ends | frozenset(ending.ids[ending.emitted - 1 : ending.emitted])
 
     def turn_end(self, ids: Sequence[int], start: int, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """(end of the assistant's text, end of what it emits) in a render that ends with its turn, which begins at `start`."""
+        """(end of the assistant's text, end of what it emits) in a render that ends with its turn, which begins at
+        `start`."""
         ending = self.ending(kwargs)
         text_end = len(ids) - len(ending.ids)
         if ending.ids and text_end >= start and tuple(ids[text_end:]) == ending.ids:
@@ -146,7 +150,8 @@ class ChatTemplate:
     def prompts(
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
-        """The generation prompt as asked for, and as it is with thinking switched off (it then supplies an empty block)."""
+        """The generation prompt as asked for, and as it is with thinking switched off (it then supplies an empty
+        block)."""
         variants = [dict(kwargs), *({**kwargs, name: False} for name in self.switches if kwargs.get(name) is not False)]
         texts = [self.render(messages, variant, tools, generation_prompt=True) for variant in variants]
         return list(dict.fromkeys(texts))

@@ -1,8 +1,9 @@
 """A conversation -> token ids and the mask of what the assistant itself would have emitted, right by construction.
 
-Ids are the target's own untouched chat template. What is supervised is found by exact agreement of token prefixes: for turn j,
-`render(messages[:j], generation prompt)` must be a token prefix of `render(messages[:j+1])`; what follows up to and with the
-end-of-turn token is the turn. No text is searched for. A turn for which this can't be shown is left unsupervised and counted.
+Ids are the target's own untouched chat template. What is supervised is found by exact agreement of token prefixes:
+for turn j, `render(messages[:j], generation prompt)` must be a token prefix of `render(messages[:j+1])`; what follows,
+up to and with the end-of-turn token, is the turn. No text is searched for. A turn for which this can't be shown is left
+unsupervised and counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -37,11 +38,14 @@ class TokenizeConfig:
     last_turn_only: bool = False
     """Supervise only the last assistant turn of each conversation."""
     rewritten_history: Literal["split", "refuse"] = "split"
-    """Where the template rewrites earlier turns (drops their thinking): one row per turn, or leave the conversation out."""
+    """Where the template rewrites earlier turns (drops their thinking): one row per turn, or leave the conversation
+    out."""
     template_kwargs: Mapping[str, bool | int | str] = field(default_factory=dict[str, "bool | int | str"])
-    """Arguments of the chat template, such as `enable_thinking False`; recorded, and checked again at evaluation and export."""
+    """Arguments of the chat template, such as `enable_thinking False`; recorded, and checked again at evaluation and
+    export."""
     text_rows: Literal["turns", "all"] = "turns"
-    """In pre-rendered `text` rows, supervise the assistant's turns, or every token (for targets without a chat template)."""
+    """In pre-rendered `text` rows, supervise the assistant's turns, or every token (for targets without a chat
+    template)."""
     end_token_ids: tuple[int, ...] = ()
     """Further ids that end an assistant turn, beside the template's own end of turn and the tokenizer's eos."""
 
@@ -96,7 +100,7 @@ def as_document(row: TokenRow) -> Document:
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the chat template (of all of them, where there are several by name), "" where there is none."""
-    template = tokenizer.chat_template
+    template = cast("str | dict[str, str] | None", tokenizer.chat_template)
     if not template:
         return ""
     text = template if isinstance(template, str) else repr(sorted(template.items()))
@@ -184,7 +188,8 @@ class ConversationTokenizer:
 
 
 def _rows_of_turns(turns: Sequence[Turn]) -> list[TokenRow]:
-    """As few rows as hold every turn: a turn joins a later turn's row if its own render is a token prefix of that row."""
+    """As few rows as hold every turn: a turn joins a later turn's row if its own render is a token prefix of that
+    row."""
     rows: list[TokenRow] = []
     remaining = list(turns)
     while remaining:

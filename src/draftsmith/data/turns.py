@@ -151,7 +151,8 @@ def _tagged_start(
     upto: list[int],
     kwargs: Mapping[str, Any],
 ) -> int | None:
-    """Start of the turn by the template's generation tags, verified: one span a turn, on token borders, not the whole row."""
+    """Start of the turn by the template's generation tags, verified: one span a turn, on token borders, not the
+    whole row."""
     if not template.has_tags:
         return None
     messages = messages_for(template, conversation.messages[: renders.index + 1])

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data.conversations import Conversation, Skip, parse_row
+from draftsmith.data.convert import RowConverter
+from draftsmith.data.sources import RawRow
+from draftsmith.data.tokenize import TokenizeConfig
+
+ForTemplate = Callable[[str | None], PreTrainedTokenizerFast]
+PAIR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+
+
+def parsed(row: Any) -> Conversation:
+    conversation = parse_row(row, "here")
+    assert isinstance(conversation, Conversation), conversation
+    return conversation
+
+
+def roles(row: Any) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in parsed(row).messages]
+
+
+def refused(row: Any) -> str:
+    skip = parse_row(row)
+    assert isinstance(skip, Skip)
+    return f"{skip.reason}: {skip.detail}"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": PAIR},
+        {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+        {"conversation": PAIR},
+        PAIR,
+        {"messages": json.dumps(PAIR)},
+        {"prompt": PAIR[:1], "completion": PAIR[1:]},
+        {"prompt": PAIR[:1], "completion": "a"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}, PAIR[1]]},
+        {"messages": [{"role": "USER", "content": "u", "name": None, "tool_calls": None}, PAIR[1]]},
+        {"request": {"messages": PAIR[:1]}, "response": {"choices": [{"message": PAIR[1], "finish_reason": "stop"}]}},
+        {
+            "request_body": json.dumps({"messages": PAIR[:1]}),
+            "response_body": json.dumps({"choices": [{"message": PAIR[1]}]}),
+        },
+        {"body": {"messages": PAIR[:1]}, "response": {"status_code": 200, "body": {"choices": [{"message": PAIR[1]}]}}},
+    ],
+)
+def test_every_form_gives_the_same_conversation(row: Any) -> None:
+    assert roles(row) == [("user", "u"), ("assistant", "a")]
+    assert parsed(row).source == "here"
+
+
+def test_system_tools_and_arguments_are_carried() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": None}}]
+    for given_tools in (tools, json.dumps(tools)):
+        row = {
+            "system": "s",
+            "conversations": PAIR,
+            "tools": given_tools,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        conversation = parsed(row)
+        assert conversation.messages[0] == {"role": "system", "content": "s"}
+        assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
+        assert conversation.template_kwargs == {"enable_thinking": False}
+    assert roles({"system": "s", "messages": [{"role": "system", "content": "own"}, *PAIR]})[0] == ("system", "own")
+
+
+def test_shared_gpt_function_calls() -> None:
+    row = {
+        "conversations": [
+            {"from": "human", "value": "u"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "2"},
+            {"from": "gpt", "value": "a"},
+        ]
+    }
+    messages = parsed(row).messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+
+
+def test_logs_carry_finish_reason_tools_and_token_ids() -> None:
+    choice = {"message": {"role": "assistant", "content": "a"}, "finish_reason": "length", "token_ids": [5, 6]}
+    conversation = parsed(
+        {"request": {"messages": PAIR[:1], "tools": []}, "response": {"choices": [choice], "prompt_token_ids": [1, 2]}}
+    )
+    assert conversation.was_cut
+    assert (conversation.prompt_ids, conversation.completion_ids) == ((1, 2), (5, 6))
+    completions = {"request": {"prompt": "p"}, "response": {"choices": [{"text": "c", "finish_reason": "stop"}]}}
+    assert (parsed(completions).text, parsed(completions).completion) == ("p", "c")
+
+
+def test_labels_stand_for_a_mask() -> None:
+    conversation = parsed({"input_ids": [4, 5, 6], "labels": [-100, 5, 6]})
+    assert conversation.loss_mask == (False, True, True)
+
+
+def test_thoughts_in_content_parts() -> None:
+    parts = [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}, "b"]
+    message = parsed({"messages": [PAIR[0], {"role": "assistant", "content": parts}]}).messages[1]
+    assert message == {"role": "assistant", "content": "a\nb", "reasoning_content": "t"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (3, "isn't a JSON object: int"),
+        ({}, "no messages, conversations"),
+        ({"messages": 3}, "messages aren't a list"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [3]}, "a message isn't an object"),
+        ({"messages": PAIR[:1]}, "no assistant turn"),
+        ({"messages": [{"role": "robot", "content": "u"}]}, "unknown role: robot"),
+        ({"messages": [{"role": ["user"], "content": "u"}]}, "unknown role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "neither text nor parts: int"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "part isn't an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "can't be drafted for\\): image_url"),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "tool call isn't an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}, "without a function name"),
+        ({"messages": PAIR, "tools": 3}, "tools aren't a list"),
+        ({"messages": PAIR, "chat_template_kwargs": [3]}, "chat_template_kwargs isn't an object"),
+        ({"messages": PAIR, "prompt_token_ids": [1], "completion_token_ids": [-1]}, "isn't a token id"),
+        ({"messages": [{"role": "user", "content": "\ud800"}, PAIR[1]]}, "surrogate"),
+        ({"text": 3}, "`text` isn't a string: int"),
+        ({"prompt": 3, "completion": "a"}, "neither strings nor message lists"),
+        ({"input_ids": [1]}, "without loss_mask"),
+        ({"input_ids": 1, "loss_mask": [1]}, "isn't a list"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "differ in length: 2 and 1"),
+        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "isn't a token id"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "other than 0 and 1"),
+        ({"request": 3, "response": {}}, "isn't an object"),
+        ({"request": {}, "response": {"error": "boom"}}, "without choices: boom"),
+        ({"request": {}, "response": {"choices": [{"message": 3}]}}, "without a message"),
+    ],
+)
+def test_unusable_rows_say_why(row: Any, reason: str) -> None:
+    found = refused(row)
+    assert re.search(reason, found), found
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(
+        ["messages", "role", "content", "from", "value", "input_ids", "loss_mask", "text", "prompt", "completion",
+         "request", "response", "choices", "message", "tools", "tool_calls", "function", "name", "system", "weight"]
+    ), inner, max_size=5),
+    max_leaves=25,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=JSON)
+def test_any_json_value_is_a_conversation_or_a_reason(row: Any) -> None:
+    result = parse_row(row)
+    assert isinstance(result, Conversation) or result.reason
+
+
+SEEDS: list[Any] = [
+    {"messages": [{"role": "system", "content": "s"}, *PAIR, {"role": "user", "content": "中文 😀"}, PAIR[1]]},
+    {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a long answer"}], "system": "s"},
+    {
+        "messages": [
+            PAIR[0],
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+            {"role": "assistant", "reasoning_content": "t", "content": "a b"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+    {"prompt": "hello", "completion": "there you are"},
+    {"text": "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"},
+    {"input_ids": [30, 31, 32, 33], "loss_mask": [0, 1, 1, 0]},
+    {"request": {"messages": PAIR[:1]}, "response": {"choices": [{"message": PAIR[1], "finish_reason": "length"}]}},
+]
+ODD: list[Any] = [
+    None,
+    0,
+    -1,
+    1.5,
+    True,
+    "",
+    "user",
+    "assistant",
+    "</think>",
+    "<|im_end|>",
+    "\n\n",
+    [],
+    {},
+    [[]],
+    [{}],
+    "{",
+    "\x00",
+]
+
+
+def mutate(value: Any, generator: np.random.Generator) -> Any:
+    """One random change somewhere inside: a value replaced, a key or item dropped, doubled or moved."""
+    if isinstance(value, dict) and value and generator.random() < 0.8:
+        key = list(value)[generator.integers(len(value))]
+        changed = dict(value)
+        draw = generator.random()
+        if draw < 0.15:
+            del changed[key]
+        elif draw < 0.25:
+            changed[str(ODD[generator.integers(len(ODD))])] = changed.pop(key)
+        else:
+            changed[key] = mutate(value[key], generator)
+        return changed
+    if isinstance(value, list) and value and generator.random() < 0.8:
+        place = int(generator.integers(len(value)))
+        draw = generator.random()
+        if draw < 0.15:
+            return value[:place] + value[place + 1 :]
+        if draw < 0.3:
+            return [*value, value[place]]
+        return [mutate(item, generator) if index == place else item for index, item in enumerate(value)]
+    if isinstance(value, str) and value and generator.random() < 0.5:
+        cut = int(generator.integers(len(value) + 1))
+        return value[:cut] + str(ODD[generator.integers(len(ODD))]) + value[cut:]
+    return ODD[generator.integers(len(ODD))]
+
+
+def fuzz(tokenizer_for: ForTemplate, num_rows: int, seed: int) -> Counter[str]:
+    generator = np.random.Generator(np.random.PCG64(seed))
+    converters = [
+        RowConverter(tokenizer_for(name), TokenizeConfig(max_length=60), "drop-near")
+        for name in ("chatml", "gemma", "mistral", "qwen3", "deepseek", "tagged")
+    ]
+    outcomes: Counter[str] = Counter()
+    for index in range(num_rows):
+        row = SEEDS[index % len(SEEDS)]
+        for _ in range(int(generator.integers(1, 4))):
+            row = mutate(row, generator)
+        line = json.dumps(row).encode()
+        if generator.random() < 0.1:
+            line = line[: int(generator.integers(len(line) + 1))] + b"\xff" * int(generator.integers(2))
+        converted = converters[index % len(converters)].convert(RawRow(f"fuzz:{index}", line))
+        if isinstance(converted.outcome, Skip):
+            assert converted.outcome.reason
+            outcomes[converted.outcome.reason] += 1
+        else:
+            outcomes["kept"] += 1
+            for packed in converted.packed:
+                assert 2 <= len(packed.ids) == len(packed.mask) <= 60
+                assert np.any(packed.mask[:-1] & packed.mask[1:])
+    assert outcomes.total() == num_rows
+    return outcomes
+
+
+def test_mutated_rows_are_kept_or_explained(tokenizer_for: ForTemplate) -> None:
+    outcomes = fuzz(tokenizer_for, 600, seed=0)
+    assert outcomes["kept"] > 30
+    assert len(outcomes) > 10
+
+
+@pytest.mark.long
+def test_ten_thousand_mutated_rows_are_kept_or_explained(tokenizer_for: ForTemplate) -> None:
+    outcomes = fuzz(tokenizer_for, 10_000, seed=1)
+    assert outcomes["kept"] > 1_000
+    assert len(outcomes) < 60, "reasons stay countable"
