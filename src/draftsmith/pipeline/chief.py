@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import StalledError
+from draftsmith.pipeline.assemble import Team
 from draftsmith.pipeline.buffers import POLL_SECONDS
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
 from draftsmith.pipeline.stop import Stop
-from draftsmith.pipeline.team import Team
 from draftsmith.train.checkpoint import Position
 from draftsmith.train.checkpoint_writer import CheckpointWriter
 from draftsmith.train.metrics import MetricsWriter, read_step
@@ -129,6 +129,13 @@ class Chief:
                 raise StalledError(
                     f"the first target didn't come to an evaluation within {limit:g} s (--stall-seconds)"
                 )
+
+    def rescue(self) -> None:
+        """After a failure: keep the last whole step, where the first drafter still has one."""
+        if self._checkpoints is None or self._drafter.draws_done % self._drafter.plan.accumulation:
+            return
+        if not self._stop.is_from(self._drafter.clock.name):
+            self.save()
 
     def save(self, score: float | None = None) -> None:
         """Checkpoint the step just finished, in the background."""

@@ -118,3 +118,45 @@ class PipelineConfig:
             raise ConfigError("--colocate runs both roles on every GPU: drop --targets and --drafters")
         if self.stall_seconds <= 0 or self.threads < 0 or self.feature_noise < 0:
             raise ConfigError("--stall-seconds must be above 0; --threads and --feature-noise can't be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """What to train on."""
+
+    data: str = ""
+    """Conversations (a file, a folder, a hub id; several separated by commas) or a folder from `draftsmith prepare`."""
+    features: str = ""
+    """A folder from `draftsmith capture`: train from features on disk, without running the target."""
+    cache_features: bool = False
+    """Capture the features of one epoch into the run's folder first, then train from there: the target runs once."""
+    hold_out: int = 8
+    """Conversations kept out of training to measure on, where no --prompts are given; at most a tenth of the data."""
+
+    def __post_init__(self) -> None:
+        if not self.data and not self.features:
+            raise ConfigError("nothing to train on: give --data CHATS, or --features from draftsmith capture")
+        if self.features and self.cache_features:
+            raise ConfigError("--features are captured already: drop --cache-features")
+        if self.hold_out < 0:
+            raise ConfigError(f"--hold-out {self.hold_out} is negative; 0 holds nothing out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """How training measures itself with the true draft-verify loop."""
+
+    prompts: tuple[str, ...] = ()
+    """Prompt sets (JSONL files or names) to measure on; empty takes the conversations held out from --data."""
+    num_prompts: int = 8
+    """Most prompts of each set; 0 takes all."""
+    max_new_tokens: int = 64
+    """Longest measured answer, in tokens."""
+    eval_every: int = 0
+    """Steps between measurements during training, which decide the best checkpoint; 0 measures only at both ends."""
+    measure_start: bool = True
+    """Measure the drafter before training too, so that the end can be held against it."""
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 0 or self.eval_every < 0 or self.max_new_tokens < 1:
+            raise ConfigError("--num-prompts and --eval-every can't be negative, --max-new-tokens must be 1 or more")

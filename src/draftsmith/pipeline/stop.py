@@ -54,6 +54,10 @@ class Stop:
             for callback in self._callbacks:
                 callback()
 
+    def is_from(self, worker: str) -> bool:
+        """Whether the first error was this worker's."""
+        return self._worker == worker
+
     def check(self) -> None:
         """Raise StoppedError once any worker has failed."""
         if self._failed.is_set():
