@@ -74,7 +74,7 @@ def test_a_uniform_of_exactly_zero_is_eligible() -> None:
 
 
 def test_supervised_padding_is_never_chosen() -> None:
-    anchors = chosen(12, supervised=SUPERVISED[:9] + (1, 1, 1))
+    anchors = chosen(12, supervised=(*SUPERVISED[:9], 1, 1, 1))
     assert anchors.index_A[anchors.valid_A].tolist() == [0, 3, 5, 6]
 
 
@@ -182,7 +182,7 @@ def test_unfilled_places_supervise_nothing() -> None:
 @pytest.mark.parametrize("block_size", [2, 3, 8])
 def test_A28_A29_labels_with_weight_are_the_supervised_tokens_after_a_supervised_one(block_size: int) -> None:
     """The first token of each span is known when the span is drafted: it serves as anchor and never as label."""
-    spans = (0, 1, 1, 1, 0, 0, 1, 1, 0, 1) + (1, 1, 1, 0, 1, 1) + (0, 0)
+    spans = (0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0)  # documents of 10 and 6, 2 of padding
     anchors = chosen(16, lengths=(10, 6), supervised=spans, uniforms=None)
     filled = anchors.index_A[anchors.valid_A].tolist()
     blocks = blocks_at(filled, block_size, lengths=(10, 6), supervised=spans)

@@ -53,9 +53,7 @@ def make_case(lengths: list[int], supervised: float, shape: MaskShape, seed: int
 
 def shape_of(rows: int, window: int | None, num_tokens: int = 512, num_anchors: int = ANCHORS) -> MaskShape:
     block_size, group = SIZES[rows]
-    return MaskShape(
-        num_tokens=num_tokens, num_anchors=num_anchors, block_size=block_size, group=group, window=window
-    )
+    return MaskShape(num_tokens=num_tokens, num_anchors=num_anchors, block_size=block_size, group=group, window=window)
 
 
 def by_loop(case: Case) -> Tensor:

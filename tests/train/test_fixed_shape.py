@@ -1,8 +1,8 @@
-"""What makes the step capturable, shown on a CPU: no look at values, no new buffer, one compilation, no [Q, V] tensor."""
+"""What makes the step capturable, on a CPU: no look at values, no new buffer, one compilation, no [Q, V] tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -88,18 +88,21 @@ def test_block_masks_never_ask_for_a_value() -> None:
         assert set(make_masks(state, anchors, layout)) == set(CONFIG.layer_types)
 
 
-@pytest.mark.parametrize("dynamic", ["nonzero", "item", "repeat_interleave"])
-def test_fake_tensors_would_notice(dynamic: str) -> None:
+DYNAMIC: dict[str, Callable[[Tensor], object]] = {
+    "nonzero": torch.nonzero,
+    "item": lambda lengths_D: lengths_D[0].item(),
+    "repeat_interleave": lambda lengths_D: torch.arange(8).repeat_interleave(lengths_D),
+    "boolean index": lambda lengths_D: lengths_D[lengths_D > 0],
+}
+
+
+@pytest.mark.parametrize("operation", DYNAMIC)
+def test_fake_tensors_would_notice(operation: str) -> None:
     """The guard of the tests above can fail: each usual data-dependent operation raises under it."""
     with FakeTensorMode(allow_non_fake_inputs=False):
-        lengths = torch.zeros(8, dtype=torch.int64)
+        lengths_D = torch.zeros(8, dtype=torch.int64)
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-            if dynamic == "nonzero":
-                lengths.nonzero()
-            elif dynamic == "item":
-                lengths[0].item()
-            else:
-                torch.arange(8).repeat_interleave(lengths)
+            DYNAMIC[operation](lengths_D)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

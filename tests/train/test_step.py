@@ -17,7 +17,7 @@ from draftsmith.drafter.objectives import LossConfig, LossKind
 from draftsmith.records import FeatureBatch
 from draftsmith.train.noise import noisy
 from draftsmith.train.optim import OptimConfig
-from draftsmith.train.step import StepConfig, TrainState, accumulate, update
+from draftsmith.train.step import StepConfig, accumulate, update
 from tests.train.tiny import (
     LENGTHS,
     Tiny,

@@ -37,6 +37,9 @@ CONFIG = DrafterConfig(
     vocab_size=VOCAB,
     rope=RopeConfig(head_dim=8, theta=1e4, scaling={}, max_positions=512),
 )
+LOSS = LossConfig(chunk_rows=64)
+STEP = StepConfig(num_anchors=32, attention="dense")
+OPTIM = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ class Tiny:
     """What a tiny state is made of, with the choices that tests vary."""
 
     config: DrafterConfig = CONFIG
-    loss: LossConfig = LossConfig(chunk_rows=64)
-    step: StepConfig = StepConfig(num_anchors=32, attention="dense")
-    optim: OptimConfig = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
+    loss: LossConfig = LOSS
+    step: StepConfig = STEP
+    optim: OptimConfig = OPTIM
     dtype: torch.dtype = torch.float32
     total_steps: int = 50
     compiled: bool = False
