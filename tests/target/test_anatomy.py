@@ -61,6 +61,12 @@ def test_B18_wrappers_resolve_to_their_text_decoder() -> None:
         assert len(target.layers) == LAYERS
 
 
+def test_lists_of_layers_beside_the_decoder_are_passed_over() -> None:
+    model = tiny_model("qwen3")
+    model.memory = nn.ModuleList([nn.Linear(2, 2) for _ in range(LAYERS)])
+    assert find_anatomy(model, LAYERS).layers is model.model.layers
+
+
 def test_bf16_targets_pass_the_proof() -> None:
     for family in ("qwen3", "gemma2", "granite"):
         target = build_target(tiny_model(family).to(torch.bfloat16), tiny_tokenizer(), name=family)

@@ -203,16 +203,25 @@ def test_B23_captured_tensors_can_be_saved_for_a_drafters_backward() -> None:
 
 
 def test_no_graph_is_built_in_a_thread_that_never_entered_no_grad() -> None:
-    found: list[bool] = []
+    target, found = fresh_target("qwen3"), []
+    target.model.requires_grad_(True)
 
     def work() -> None:
-        assert torch.is_grad_enabled()
-        found.append(get_hidden_states_packed(tiny_target("qwen3"), documents_of([5]), TAPS).features_TFH.requires_grad)
+        found.append(torch.is_grad_enabled())
+        found.append(get_hidden_states_packed(target, documents_of([5]), TAPS).features_TFH.requires_grad)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [False]
+    assert found == [True, False]
+
+
+def test_other_forwards_of_the_target_leave_the_batch_alone() -> None:
+    target, documents = fresh_target("qwen3"), documents_of(LENGTHS)
+    with PackedCapture(target, TAPS, shape_of(48)) as capture:
+        before = snapshot(capture.run(mixed_plan(), documents))
+        target.model(input_ids=torch.arange(5)[None])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in capture.batch.tensors().items())
 
 
 def test_B21_features_are_cast_at_the_boundary_and_never_to_float16() -> None:

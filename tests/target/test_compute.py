@@ -13,11 +13,12 @@ from torch import nn
 
 from draftsmith.errors import TargetError
 from draftsmith.target import compute
-from draftsmith.target.capture import get_hidden_states_packed
+from draftsmith.target.capture import get_hidden_states_packed, run_backbone
 from draftsmith.target.compute import (
     RowwiseFp8Linear,
     allow_graphs,
     check_fp8_device,
+    compile_layers,
     compiled_graphs,
     layer_kinds,
     quantise_rowwise,
@@ -59,11 +60,15 @@ def test_compiled_layers_give_the_same_features_with_one_graph_per_shape_and_kin
     torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6)
 
 
-def test_D05_one_graph_more_than_allowed_is_an_error_not_an_uncompiled_run() -> None:
+@pytest.mark.parametrize("whole_graph", [True, False])
+def test_D05_one_graph_more_than_allowed_is_an_error_not_an_uncompiled_run(whole_graph: bool) -> None:
     target = fresh_target("qwen3")
     allow_graphs(shapes=1, layer_kinds=1, devices=1)
+    compile_layers(target, whole_graph=whole_graph, backend="eager")
+    for length in range(4, 12):
+        run_backbone(target, torch.zeros(1, length, dtype=torch.int64))
     with pytest.raises(compute.dynamo.exc.FailOnRecompileLimitHit):
-        warm_up(target, TAPS[-1], [(1, 4 + i) for i in range(9)], backend="eager")
+        run_backbone(target, torch.zeros(1, 12, dtype=torch.int64))
 
 
 def test_more_than_eight_shapes_compile_when_allowed() -> None:

@@ -68,6 +68,11 @@ def test_B16_rope_of_older_layouts_and_nested_ones() -> None:
     assert rope_of({}, 64) == (1e4, {})
 
 
+def test_a_partial_rotary_factor_never_reaches_the_drafter() -> None:
+    scaled = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "partial_rotary_factor": 0.25}
+    assert rope_of({"rope_parameters": scaled}, 64) == (1e6, {"rope_type": "yarn", "factor": 4.0})
+
+
 def test_B16_rope_without_theta_is_an_error_not_a_default() -> None:
     with pytest.raises(TargetError, match="without rope_theta"):
         rope_of({"rope_parameters": {"rope_type": "default"}}, 64)

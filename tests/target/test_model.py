@@ -58,7 +58,7 @@ def test_random_weights_need_only_a_config_and_are_the_same_each_time(tmp_path: 
 
 
 def test_attention_kernel_is_passed_on(tmp_path: Path) -> None:
-    config = TargetConfig(target=str(save_tiny("qwen3", tmp_path)), attention="eager")
+    config = TargetConfig(target=str(save_tiny("qwen3", tmp_path)), target_attention="eager")
     target, documents = load_target(config, CPU), documents_of([9])
     eager = get_hidden_states_packed(target, documents, (1, 3)).features_TFH
     torch.testing.assert_close(

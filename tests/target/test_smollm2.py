@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from draftsmith.errors import TargetError
 from draftsmith.target import smollm2
@@ -74,8 +75,6 @@ def test_the_converted_model_is_the_gguf_model(tmp_path: Path) -> None:
     source: Any = smollm2.gguf_file()
     folder = smollm2.model_folder(source, tmp_path)
     target = load_target(TargetConfig(target=str(folder)), "cpu")
-    import transformers
-
     direct = transformers.AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, dtype=torch.float32
     )

@@ -45,7 +45,7 @@ class TargetConfig:
     """A LoRA adapter (folder or hub id) merged into the target on loading; needs the package peft."""
     target_compute: Literal["native", "fp8"] = "native"
     """`fp8` runs the target's large products in row-wise 8-bit floats (Hopper GPUs or newer); its error is printed."""
-    attention: str = ""
+    target_attention: str = ""
     """Attention kernel of the target as transformers names it (sdpa, eager, flash_attention_2); empty: its choice."""
     device_map: Literal["", "auto", "balanced", "sequential"] = ""
     """Spreads one target over all visible GPUs, as transformers does it; empty keeps it on one device."""
@@ -230,8 +230,8 @@ def _auto_class(hf_config: Any, name: str) -> Any:
 
 def _load_weights(config: TargetConfig, source: str, hf_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     options = _hub_options(config) | {"config": hf_config, "dtype": dtype}
-    if config.attention:
-        options["attn_implementation"] = config.attention
+    if config.target_attention:
+        options["attn_implementation"] = config.target_attention
     if config.device_map:
         options["device_map"] = config.device_map
     elif device.type != "cpu":
