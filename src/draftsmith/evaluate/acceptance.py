@@ -1,0 +1,236 @@
+"""Measure drafters on prompt sets by the draft-verify loop, and say what came out as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from draftsmith.drafter.model import Drafter
+from draftsmith.errors import ConfigError
+from draftsmith.evaluate.decode import DecodeLimits, Plain, compare_answers, decode, plain_decode
+from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
+from draftsmith.evaluate.sampling import Sampler
+from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
+from draftsmith.target.model import Target
+
+Progress = Callable[[int, int, float], None]
+"""Called after each prompt with prompts done, prompts in all, and tau so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """How drafters are measured: decoded on held-out prompts, batch 1."""
+
+    prompts: tuple[str, ...] = (BUILT_IN,)
+    """Prompt sets: JSONL files, or names: quickstart, humaneval, gsm8k, mt-bench."""
+    num_prompts: int = 0
+    """Most prompts of each set, its first ones; 0 takes all."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0 decodes greedily; above, answers are sampled."""
+    draft_policy: Literal["argmax", "sample"] = "argmax"
+    """How the drafter proposes when sampling: its likeliest token, as engines do, or a draw from its own distribution.
+    Either way answers are distributed as the target's own."""
+    template_kwargs: Mapping[str, bool | int | str] = field(default_factory=dict[str, "bool | int | str"])
+    """Arguments of the chat template, such as `enable_thinking False`; recorded, since the figures depend on them."""
+    plain: bool = True
+    """Decodes every prompt plainly too: for the speed-up, and to check that drafting changes no token."""
+    seed: int = 0
+    """Of sampling and of the bootstrap."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("no prompts to evaluate on: name a JSONL file or a set with --prompts")
+        if self.num_prompts < 0:
+            raise ConfigError(f"--num-prompts {self.num_prompts} is below 0; 0 takes all")
+        if self.draft_policy == "sample" and self.temperature == 0:
+            raise ConfigError("--draft-policy sample needs --temperature above 0: greedy decoding drafts by argmax")
+        DecodeLimits(max_new_tokens=self.max_new_tokens)
+        if self.temperature < 0:
+            raise ConfigError(f"--temperature {self.temperature} is below 0; 0 decodes greedily")
+
+    def load(self) -> list[Prompt]:
+        """All prompts of all sets, in order.
+
+        Raises:
+            DataError: as `load_prompts`.
+        """
+        return [prompt for source in self.prompts for prompt in load_prompts(source, self.num_prompts)]
+
+    def sampler(self, index: int) -> Sampler:
+        """Of prompt number `index`: each has its own draws, so that one drafter's lengths don't shift another's."""
+        if self.temperature == 0:
+            return Sampler()
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
+        return Sampler(temperature=self.temperature, draft_policy=self.draft_policy, generator=generator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """One drafter's answers to one list of prompts."""
+
+    name: str
+    target: str
+    config: EvalConfig
+    answers: tuple[Answered, ...]
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.answers, self.config.seed)
+
+    def groups(self) -> dict[str, Summary]:
+        """Summaries per set, and per domain within a set that states more than one."""
+        found: dict[str, Summary] = {}
+        for source in dict.fromkeys(answer.source for answer in self.answers):
+            chosen = [answer for answer in self.answers if answer.source == source]
+            found[source] = summarize(chosen, self.config.seed)
+            domains = list(dict.fromkeys(answer.domain for answer in chosen))
+            for domain in domains if len(domains) > 1 else []:
+                part = [answer for answer in chosen if answer.domain == domain]
+                found[f"{source} / {domain or 'other'}"] = summarize(part, self.config.seed)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that a report or a later comparison needs, as plain JSON values."""
+        return {
+            "drafter": self.name,
+            "target": self.target,
+            "config": asdict(self.config) | {"template_kwargs": dict(self.config.template_kwargs)},
+            "summary": _figures(self.summary),
+            "groups": {name: _figures(summary) for name, summary in self.groups().items()},
+            "answers": [
+                {
+                    "source": answer.source,
+                    "domain": answer.domain,
+                    "num_prompt_tokens": answer.num_prompt_tokens,
+                    "token_ids": list(answer.decoded.token_ids),
+                    "committed": [step.committed for step in answer.decoded.steps],
+                    "accepted": [step.accepted for step in answer.decoded.steps],
+                    "seconds": answer.decoded.seconds,
+                    "identical": None if answer.agreement is None else str(answer.agreement),
+                }
+                for answer in self.answers
+            ],
+        }
+
+
+def _figures(summary: Summary) -> dict[str, Any]:
+    return asdict(summary) | {"speedup": summary.speedup, "identical": summary.identical}
+
+
+def plain_answers(target: Target, prompts: Sequence[Prompt], config: EvalConfig) -> list[Plain]:
+    """The target's own answers: decode them once, whichever number of drafters is measured against them.
+
+    Raises:
+        DataError: a prompt that the chat template refuses.
+    """
+    limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=target.facts.eos_token_ids)
+    return [
+        plain_decode(target, encode_prompt(target, prompt, config.template_kwargs), limits, config.sampler(index))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def evaluate_prompts(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    config: EvalConfig,
+    progress: Progress | None = None,
+    plains: Sequence[Plain] | None = None,
+    name: str = "drafter",
+) -> EvalResult:
+    """Answer every prompt by drafting and verifying.
+
+    Args:
+        target, drafter: on their devices; both are left as they are.
+        prompts: `config.load()`, or any others.
+        config: lengths, temperature, template arguments.
+        progress: told after each prompt.
+        plains: the target's own answers to the same prompts; None decodes them here if `config.plain`.
+        name: of the drafter, for tables.
+
+    Raises:
+        DataError: a prompt that the chat template refuses.
+    """
+    limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=target.facts.eos_token_ids)
+    answers: list[Answered] = []
+    committed = steps = 0
+    for index, prompt in enumerate(prompts):
+        ids = encode_prompt(target, prompt, config.template_kwargs)
+        decoded = decode(target, drafter, target.ends(), ids, limits, config.sampler(index))
+        if plains is not None:
+            plain = plains[index]
+        else:
+            plain = plain_decode(target, ids, limits, config.sampler(index)) if config.plain else None
+        same = compare_answers(decoded.token_ids, plain) if plain is not None and config.temperature == 0 else None
+        answers.append(
+            Answered(
+                source=prompt.source,
+                domain=prompt.domain,
+                num_prompt_tokens=len(ids),
+                decoded=decoded,
+                plain=plain,
+                agreement=same,
+            )
+        )
+        committed, steps = committed + decoded.committed, steps + len(decoded.steps)
+        if progress is not None:
+            progress(index + 1, len(prompts), committed / max(1, steps))
+    return EvalResult(name=name, target=target.facts.name, config=config, answers=tuple(answers))
+
+
+def differences(results: Sequence[EvalResult]) -> list[Difference]:
+    """The first drafter against each other one, on the same prompts.
+
+    Raises:
+        ConfigError: other prompts.
+    """
+    first = results[0]
+    seed = first.config.seed
+    return [compare(first.name, first.answers, other.name, other.answers, seed) for other in results[1:]]
+
+
+def render(results: EvalResult | Sequence[EvalResult]) -> RenderableType:
+    """A table with a row per drafter and set, survival by place below, and who is better."""
+    every = [results] if isinstance(results, EvalResult) else list(results)
+    config = every[0].config
+    mode = "greedy" if config.temperature == 0 else f"temperature {config.temperature}, drafts by {config.draft_policy}"
+    template = ", ".join(f"{key}={value}" for key, value in config.template_kwargs.items()) or "default"
+    table = Table(title=f"Acceptance on {every[0].target} ({mode}, template {template})", title_justify="left")
+    for column in ("drafter", "prompts", "answers", "tokens"):
+        table.add_column(column, justify="left" if column in ("drafter", "prompts") else "right", overflow="fold")
+    for column in ("tau [95%]", "tau a response", "tokens/s", "plain", "speed-up", "identical to greedy"):
+        table.add_column(column, justify="right")
+    places = Table(title="Share of blocks accepted up to each place", title_justify="left")
+    widest = max(len(result.summary.survival) for result in every)
+    for column in ("drafter", "", *(str(place) for place in range(1, widest + 1))):
+        places.add_column(column, justify="right" if column.isdigit() else "left")
+    for result in every:
+        groups = result.groups()
+        for group, summary in groups.items() if len(groups) == 1 else [*groups.items(), ("all", result.summary)]:
+            table.add_row(result.name, group, *_cells(summary))
+        whole = result.summary
+        for label, shares in (("survival", whole.survival), ("given the one before", whole.conditional)):
+            places.add_row(result.name, label, *(f"{share:.2f}" for share in shares))
+    return Group(table, places, *(difference.verdict for difference in differences(every)))
+
+
+def _cells(summary: Summary) -> list[str]:
+    plain, speedup = summary.plain_tokens_per_second, summary.speedup
+    return [
+        str(summary.num_prompts),
+        str(summary.num_tokens),
+        str(summary.tau),
+        f"{summary.tau_per_response:.2f}",
+        f"{summary.tokens_per_second:.1f}",
+        "-" if plain is None else f"{plain:.1f}",
+        "-" if speedup is None else f"{speedup:.2f}x",
+        summary.identical,
+    ]
