@@ -50,7 +50,7 @@ class PrepareConfig:
     """Processes that tokenise; 0 takes all cores (worth it from some ten thousand rows on)."""
     shard_rows: int = 20_000
     """Rows of input per shard: what a killed preparation loses at most."""
-    seed: int = 0
+    mixture_seed: int = 0
     """Chooses which rows a weight below 1 keeps."""
     overwrite: bool = False
     """Replace an output folder that holds something else."""
@@ -92,7 +92,7 @@ def prepare(
     partial = _partial_folder(folder, facts["fingerprint"])
     writer = ShardWriter(partial, config.shard_rows)
     started = time.perf_counter()
-    rows = islice(read_mixture(sources, config.seed), writer.rows_done, None)
+    rows = islice(read_mixture(sources, config.mixture_seed), writer.rows_done, None)
     with shown.bar(writer.rows_done) as advance:
         for converted in convert_rows(rows, converter, config.workers):
             writer.add(converted)
@@ -114,7 +114,7 @@ def _prepare_in_memory(
 ) -> PreparedData:
     collected = Collected()
     with shown.bar(0) as advance:
-        for converted in convert_rows(read_mixture(sources, config.seed), converter, config.workers):
+        for converted in convert_rows(read_mixture(sources, config.mixture_seed), converter, config.workers):
             collected.add(converted)
             advance(1)
     _refuse_nothing(collected.account, sources, None)
@@ -147,7 +147,7 @@ def _facts(
         "tokenizer": tokenizer_digest(tokenizer),
         "tokenizer_name": tokenizer.name_or_path,
         "template_hash": template_hash(tokenizer),
-        "options": {**asdict(config.tokenize), "duplicates": config.duplicates, "seed": config.seed},
+        "options": {**asdict(config.tokenize), "duplicates": config.duplicates, "seed": config.mixture_seed},
     }
     decisive = {key: value for key, value in facts.items() if key != "tokenizer_name"}
     text = json.dumps(decisive, sort_keys=True, default=str)

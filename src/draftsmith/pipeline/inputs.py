@@ -18,8 +18,8 @@ from draftsmith.drafter.model import Drafter, DrafterConfig, init_weights
 from draftsmith.errors import CheckpointError, DataError
 from draftsmith.pipeline.documents import Documents, hold_out
 from draftsmith.pipeline.settings import DataOptions, DrafterOptions
-from draftsmith.pipeline.store import StoreIndex, StoreWriter, index_of
-from draftsmith.records import BatchShape, Document
+from draftsmith.pipeline.store import StoreIndex, StoreWriter
+from draftsmith.records import Document
 from draftsmith.target.capture import PackedCapture
 from draftsmith.target.model import Target
 
@@ -35,6 +35,8 @@ class TrainingData:
     train: Documents
     held_out: Documents
     fingerprint: str
+    num_supervised: int
+    """Supervised tokens of the documents to train on."""
 
 
 def claim_folder(out: Path, *, resume: bool) -> Path:
@@ -56,17 +58,20 @@ def claim_folder(out: Path, *, resume: bool) -> Path:
     return out
 
 
-def load_data(options: DataOptions, config: PrepareConfig, target: Target, run: Path, console: Console) -> TrainingData:
-    """Prepare conversations into the run's folder, or open a prepared data set; split off what is held out."""
+def load_data(
+    options: DataOptions, config: PrepareConfig, target: Target, run: Path | None, console: Console
+) -> TrainingData:
+    """Prepare conversations into the run's folder (None: in memory) or open a prepared data set; hold some out."""
     folder = Path(options.data)
     if (folder / ACCOUNT).is_file():
         data = load_prepared(folder)
         _check_template(data, target, folder)
     else:
         sources = [part.strip() for part in options.data.split(",") if part.strip()]
-        data = prepare(sources, target.tokenizer, run / "data", config, console)
+        data = prepare(sources, target.tokenizer, None if run is None else run / "data", config, console)
     train, held_out = hold_out(data, options.hold_out)
-    return TrainingData(train=train, held_out=held_out, fingerprint=str(data.facts["fingerprint"]))
+    fingerprint = str(data.facts["fingerprint"])
+    return TrainingData(train=train, held_out=held_out, fingerprint=fingerprint, num_supervised=train.num_supervised())
 
 
 def _check_template(data: PreparedData, target: Target, folder: Path) -> None:
@@ -123,13 +128,6 @@ def capture_features(
             writer.write(number, batch)
             tell(done, index.num_batches, int(batch.num_tokens.item()))
     return index
-
-
-def epoch_index(
-    shape: BatchShape, order: BatchOrder, target: Target, taps: Sequence[int], fingerprint: str
-) -> StoreIndex:
-    """The index of a capture of the first epoch."""
-    return index_of(shape, order.num_batches(0), target.facts.name, taps, fingerprint)
 
 
 def compute_dtype(on_gpu: bool) -> torch.dtype:

@@ -133,7 +133,7 @@ def resolve_batching(
     num_drafters: int,
     choices: Choices,
 ) -> Batching:
-    """Budget, anchors, draws, buckets and steps for this data.
+    """Budget, buckets, anchors, draws and steps for this data.
 
     Args:
         lengths: tokens of every document.
@@ -145,32 +145,50 @@ def resolve_batching(
     order = OrderConfig(
         token_budget=budget, max_documents=options.max_documents, seed=options.seed, mixed=options.mixed
     )
-    multiple = 64 if on_gpu else 8
-    buckets = choose_buckets(lengths, options.num_buckets, multiple)
-    choices.note(
-        "buckets", list(buckets), f"least padding on your lengths: {padding_waste(lengths, buckets):.1%} waste"
-    )
+    buckets = choose_buckets(lengths, options.num_buckets, 64 if on_gpu else 8)
+    waste = padding_waste(lengths, buckets)
+    choices.note("buckets", list(buckets), f"least padding on your lengths: {waste:.1%} waste")
+    corpus = Corpus(num_batches=BatchOrder(lengths, buckets, order).num_batches(0), num_supervised=num_supervised)
+    return resolve_draws(options, drafter, order, buckets, corpus, num_drafters, choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """One epoch in numbers."""
+
+    num_batches: int
+    num_supervised: int
+
+
+def resolve_draws(
+    options: BatchOptions,
+    drafter: DrafterConfig,
+    order: OrderConfig,
+    buckets: tuple[int, ...],
+    corpus: Corpus,
+    num_drafters: int,
+    choices: Choices,
+) -> Batching:
+    """Anchors, draws and steps for an epoch of known size."""
     places = drafter.block_size - 1
     tile = TILE // math.gcd(drafter.block_size, TILE)
     if options.anchors == "auto":
-        anchors = max(tile, min(MAX_ANCHORS, budget // 32) // tile * tile)
+        anchors = max(tile, min(MAX_ANCHORS, order.token_budget // 32) // tile * tile)
     else:
         anchors = options.anchors
     choices.note("anchors", anchors, "a 32nd of the budget" if options.anchors == "auto" else "given")
-    batches = BatchOrder(lengths, buckets, order).num_batches(0)
-    wanted = options.labels_per_token * num_supervised / batches
+    labels = anchors * places * corpus.num_batches
     if options.draws_per_batch == "auto":
-        draws = max(1, round(wanted / (anchors * places)))
-        why = f"{options.labels_per_token:g} labels for each of {num_supervised / batches:,.0f} supervised tokens"
-        choices.note("draws per batch", draws, why)
+        draws = max(1, round(options.labels_per_token * corpus.num_supervised / labels))
+        why = f"{options.labels_per_token:g} labels for each of {corpus.num_supervised:,} supervised tokens an epoch"
     else:
         draws = options.draws_per_batch
-        choices.note(
-            "draws per batch", draws, f"given: {draws * anchors * places * batches / num_supervised:.1f} labels a token"
-        )
-    steps = options.max_steps or max(1, round(options.epochs * batches * draws / (options.accumulation * num_drafters)))
-    epochs = steps * options.accumulation * num_drafters / (batches * draws)
-    choices.note("steps", steps, f"{epochs:.2g} epochs of {batches:,} batches x {draws} draws")
+        why = f"given: {draws * labels / max(1, corpus.num_supervised):.1f} labels a token"
+    choices.note("draws per batch", draws, why)
+    each = options.accumulation * num_drafters
+    steps = options.max_steps or max(1, round(options.epochs * corpus.num_batches * draws / each))
+    epochs = steps * each / (corpus.num_batches * draws)
+    choices.note("steps", steps, f"{epochs:.2g} epochs of {corpus.num_batches:,} batches x {draws} draws")
     return Batching(
         order=order,
         buckets=buckets,

@@ -45,6 +45,8 @@ class StoreIndex:
     target: str
     taps: tuple[int, ...]
     data_fingerprint: str
+    num_supervised: int
+    """Supervised tokens of the epoch."""
 
     @property
     def shape(self) -> BatchShape:
@@ -58,7 +60,17 @@ class StoreIndex:
         )
 
 
-def index_of(shape: BatchShape, num_batches: int, target: str, taps: Sequence[int], fingerprint: str) -> StoreIndex:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a capture's features come from."""
+
+    target: str
+    taps: tuple[int, ...]
+    data_fingerprint: str
+    num_supervised: int
+
+
+def index_of(shape: BatchShape, num_batches: int, origin: Origin) -> StoreIndex:
     """The index of a capture of `num_batches` batches."""
     return StoreIndex(
         num_batches=num_batches,
@@ -68,9 +80,10 @@ def index_of(shape: BatchShape, num_batches: int, target: str, taps: Sequence[in
         hidden_size=shape.hidden_size,
         dtype=str(shape.dtype).removeprefix("torch."),
         last_hidden=shape.last_hidden,
-        target=target,
-        taps=tuple(taps),
-        data_fingerprint=fingerprint,
+        target=origin.target,
+        taps=origin.taps,
+        data_fingerprint=origin.data_fingerprint,
+        num_supervised=origin.num_supervised,
     )
 
 

@@ -1,0 +1,80 @@
+"""argv -> a configuration -> one call. Every verb's `--help` is complete; errors are one line and exit with 2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError
+
+USAGE_EXIT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """A subcommand: where its function lives (imported only when called) and what it is for."""
+
+    module: str
+    function: str
+    about: str
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        module = importlib.import_module(f"draftsmith.cli.{self.module}")
+        return cast(Callable[[Sequence[str]], int], vars(module)[self.function])
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb(module="train", function="train", about="train a drafter for a target on your conversations"),
+    "prepare": Verb(module="data", function="prepare", about="turn conversations into token ids and loss masks"),
+    "capture": Verb(module="train", function="capture", about="write a target's features to disk, to train from later"),
+    "evaluate": Verb(module="drafter", function="evaluate", about="measure drafters by the draft-verify loop"),
+    "export": Verb(module="drafter", function="export", about="write a run's drafter in the layout engines load"),
+}
+
+
+def main() -> None:
+    """Entry of the `draftsmith` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit status."""
+    debug = "--debug" in arguments
+    rest = [argument for argument in arguments if argument != "--debug"]
+    console = Console()
+    if not rest or rest[0] in ("-h", "--help"):
+        _print_help(console)
+        return 0
+    if rest[0] == "--version":
+        console.print(f"draftsmith {__version__}", highlight=False)
+        return 0
+    verb = VERBS.get(rest[0])
+    errors = Console(stderr=True)
+    if verb is None:
+        errors.print(f"[red]error:[/red] unknown verb {rest[0]!r}; known: {', '.join(VERBS)}", highlight=False)
+        return USAGE_EXIT
+    try:
+        return verb.load()(rest[1:])
+    except DraftsmithError as error:
+        if debug:
+            raise
+        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True, markup=True)
+        return USAGE_EXIT
+
+
+def _print_help(console: Console) -> None:
+    console.print("Usage: draftsmith VERB [OPTIONS]   (draftsmith VERB --help explains one)\n", highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, verb in VERBS.items():
+        table.add_row(name, verb.about)
+    console.print(table)
+    console.print("\n--version prints the version; --debug shows a traceback with an error", highlight=False)

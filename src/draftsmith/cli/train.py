@@ -1,0 +1,99 @@
+"""`draftsmith train` and `draftsmith capture`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.cli.parse import parse, peek, without
+from draftsmith.config import build_config, merge, read_recipe, read_run
+from draftsmith.errors import ConfigError
+from draftsmith.evaluate.acceptance import render
+from draftsmith.pipeline.run import RunConfig, RunResult, capture_only, dry_run_config
+from draftsmith.pipeline.run import train as run_training
+
+ABOUT = """Train a DFlash drafter: conversations in, a drafter that vLLM and SGLang serve out, its acceptance measured.
+
+Bare `draftsmith train --target T --data chats.jsonl --out run` chooses everything else and says what it chose and why.
+--recipe FILE.toml takes settings from a recipe, flags override it. --resume RUN continues a run. --dry-run does three
+real steps, a checkpoint, an export and a short evaluation in a temporary folder, then says whether all is well."""
+HONEST = (
+    "This is a small run: a CPU sees too few labels to train a drafter from nothing, so it starts from the target's "
+    "last layers. On a GPU the same command trains a real one."
+)
+
+
+def configure(arguments: Sequence[str], verb: str, about: str) -> tuple[RunConfig, list[str]]:
+    """The RunConfig of a command line: recipe or run first, then flags; with the flags left of it."""
+    recipe, resumed = peek(arguments, "--recipe"), peek(arguments, "--resume")
+    if recipe is not None and resumed is not None:
+        raise ConfigError("--recipe and --resume contradict each other: a resumed run has its own settings")
+    rest = without(without(arguments, "--recipe"), "--resume")
+    default: RunConfig | None = None
+    if recipe is not None or resumed is not None:
+        tables = read_recipe(Path(recipe)) if recipe is not None else read_run(Path(str(resumed)))
+        if resumed is not None:
+            tables = merge(tables, {"out": resumed, "resume": True})
+        default = build_config(merge(tables, _peeked(rest)), recipe or f"{resumed}'s config")
+    return parse(RunConfig, verb, rest, about, default), rest
+
+
+def _peeked(arguments: Sequence[str]) -> dict[str, Any]:
+    """What a recipe may leave open, from the flags."""
+    over: dict[str, Any] = {}
+    for flag, table in (("target", "target"), ("data", "data"), ("features", "data")):
+        value = peek(arguments, f"--{flag}")
+        if value is not None:
+            over = merge(over, {table: {flag: value}})
+    out = peek(arguments, "--out")
+    return over if out is None else merge(over, {"out": out})
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run it and print how it ended."""
+    console = Console()
+    is_dry = "--dry-run" in arguments
+    config, _ = configure([argument for argument in arguments if argument != "--dry-run"], "train", ABOUT)
+    if is_dry:
+        return _dry_run(config, console)
+    result = run_training(config, console)
+    print_result(result, console)
+    return 0
+
+
+def _dry_run(config: RunConfig, console: Console) -> int:
+    with tempfile.TemporaryDirectory(prefix="draftsmith-dry-run-") as folder:
+        result = run_training(dry_run_config(config, Path(folder) / "run"), console)
+    console.print(
+        f"[bold green]dry run passed[/bold green]: {result.steps} steps, a checkpoint, an export read back, an evaluation. "
+        "Drop --dry-run to train",
+        highlight=False,
+    )
+    return 0
+
+
+def print_result(result: RunResult, console: Console) -> None:
+    """The table before and after, the verdict, and where everything lies."""
+    results = [found for found in (result.after, result.before) if found is not None]
+    if results:
+        console.print(render(results))
+    if result.interrupted:
+        console.print(
+            f"[yellow]stopped at step {result.steps}; go on with: draftsmith train --resume {result.out}[/yellow]"
+        )
+    console.print(f"drafter: {result.drafter}   log: {result.out / 'metrics.jsonl'}   {result.seconds / 60:.1f} min")
+
+
+def capture(arguments: Sequence[str]) -> int:
+    """Write one epoch's features to `--out`."""
+    config, _ = configure(
+        arguments, "capture", "Capture a target's features to disk, to train from with train --features."
+    )
+    console = Console()
+    folder = capture_only(config, console)
+    console.print(f"features: {folder}   train from them with: draftsmith train --features {folder} ...")
+    return 0

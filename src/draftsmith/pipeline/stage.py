@@ -1,0 +1,211 @@
+"""A run with everything loaded and resolved, before its workers are built."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftsmith.data.buckets import OrderConfig
+from draftsmith.data.loader import BatchOrder
+from draftsmith.data.prepare import PrepareConfig
+from draftsmith.drafter.model import Drafter, DrafterConfig
+from draftsmith.drafter.objectives import LossConfig
+from draftsmith.errors import ConfigError
+from draftsmith.pipeline.inputs import TrainingData, compute_dtype, load_data
+from draftsmith.pipeline.placement import Placement, place
+from draftsmith.pipeline.resolve import (
+    Batching,
+    Choices,
+    Corpus,
+    batch_shape,
+    resolve_batching,
+    resolve_draws,
+    resolve_loss,
+    resolve_step,
+)
+from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
+from draftsmith.pipeline.stop import Stop
+from draftsmith.pipeline.store import Origin, StoreIndex, index_of, read_index
+from draftsmith.records import BatchShape
+from draftsmith.target.model import Target, TargetConfig, load_target
+from draftsmith.train.build import StateSpec
+from draftsmith.train.checkpoint import CheckpointConfig, RunRecord
+from draftsmith.train.metrics import MetricsConfig
+from draftsmith.train.optim import OptimConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a person can say about a training run, by part."""
+
+    out: str
+    """The run's folder: log, checkpoints, drafter (for capture: the features' folder)."""
+    target: TargetConfig
+    data: DataOptions
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    loss: LossConfig = field(default_factory=LossConfig)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    resume: bool = False
+    """Continue the run in `out` from its newest checkpoint."""
+    allow_changed: tuple[str, ...] = ()
+    """With --resume: parts that may differ from the checkpoint (data, target, mask-token, architecture, objective)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run's drafter begins."""
+
+    config: DrafterConfig
+    drafter: Drafter
+    """First weights, fp32 on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Loaded before anything is chosen. `data` is None where features come from disk without conversations."""
+
+    placement: Placement
+    target: Target
+    data: TrainingData | None
+    store: tuple[Path, StoreIndex] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Everything resolved."""
+
+    config: RunConfig
+    run: Path
+    console: Console
+    inputs: Inputs
+    start: Start
+    batching: Batching
+    shape: BatchShape
+    state: StateSpec
+    record: RunRecord
+    stop: Stop
+
+    @property
+    def target(self) -> Target:
+        return self.inputs.target
+
+    @property
+    def placement(self) -> Placement:
+        return self.inputs.placement
+
+    def order(self) -> BatchOrder | None:
+        """The run's batches; None where features on disk decide them."""
+        data = self.inputs.data
+        if data is None or self.inputs.store is not None:
+            return None
+        return BatchOrder(data.train.lengths, self.batching.buckets, self.batching.order)
+
+    def epoch_index(self, order: BatchOrder, data: TrainingData) -> StoreIndex:
+        """What a capture of one epoch of this run holds."""
+        origin = Origin(
+            target=self.target.facts.name,
+            taps=self.start.config.taps,
+            data_fingerprint=data.fingerprint,
+            num_supervised=data.num_supervised,
+        )
+        return index_of(self.shape, order.num_batches(0), origin)
+
+
+def load_inputs(config: RunConfig, run: Path | None, console: Console) -> Inputs:
+    """The target, the conversations and the features on disk that a configuration names."""
+    placement = place(config.pipeline, reads_features=bool(config.data.features))
+    with console.status(f"loading target {config.target.target}"):
+        target = load_target(config.target, placement.targets[0])
+    data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
+    folder = Path(config.data.features)
+    store = (folder, read_index(folder)) if config.data.features else None
+    return Inputs(placement=placement, target=target, data=data, store=store)
+
+
+def resolve_stage(
+    config: RunConfig, run: Path, console: Console, inputs: Inputs, start: Start, choices: Choices
+) -> Stage:
+    """Choose what was left open."""
+    placement = inputs.placement
+    loss = resolve_loss(config.loss, start.config.block_size, choices)
+    batching = _batching(config, inputs, start.config, choices)
+    dtype = compute_dtype(placement.on_gpu)
+    shape = batch_shape(batching, start.config, dtype, config.loss.distilled)
+    if inputs.store is not None:
+        _check_store(inputs.store, shape, start.config, inputs.target)
+    state = StateSpec(
+        loss=loss,
+        step=resolve_step(config.pipeline, batching.num_anchors, placement.on_gpu, choices),
+        optim=config.optim,
+        total_steps=batching.total_steps,
+        dtype=dtype,
+        compiled=placement.on_gpu,
+    )
+    fingerprint = inputs.data.fingerprint if inputs.data is not None else ""
+    if inputs.store is not None:
+        fingerprint = inputs.store[1].data_fingerprint
+    resolved = {
+        **_pinned(config, inputs, start.config, loss.gamma),
+        "data": fingerprint,
+        "batching": asdict(batching),
+    }
+    return Stage(
+        config=config,
+        run=run,
+        console=console,
+        inputs=inputs,
+        start=start,
+        batching=batching,
+        shape=shape,
+        state=state,
+        record=RunRecord(config=resolved, data_fingerprint=fingerprint),
+        stop=Stop(),
+    )
+
+
+def _batching(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, choices: Choices) -> Batching:
+    num_drafters = len(inputs.placement.drafters)
+    if inputs.store is not None:
+        index = inputs.store[1]
+        choices.note("token budget", index.num_tokens, "as the features were captured")
+        order = OrderConfig(token_budget=index.num_tokens, max_documents=index.num_documents, seed=config.batch.seed)
+        corpus = Corpus(num_batches=index.num_batches, num_supervised=index.num_supervised)
+        return resolve_draws(config.batch, drafter, order, (), corpus, num_drafters, choices)
+    assert inputs.data is not None
+    train, supervised = inputs.data.train, inputs.data.num_supervised
+    on_gpu = inputs.placement.on_gpu
+    return resolve_batching(config.batch, drafter, train.lengths, supervised, on_gpu, num_drafters, choices)
+
+
+def _check_store(store: tuple[Path, StoreIndex], shape: BatchShape, drafter: DrafterConfig, target: Target) -> None:
+    folder, index = store
+    if index.shape != shape or index.taps != drafter.taps or index.target != target.facts.name:
+        raise ConfigError(
+            f"{folder} holds features of {index.target}, taps {list(index.taps)}, {index.dtype}, last hidden states "
+            f"{index.last_hidden}; this run needs {target.facts.name}, {list(drafter.taps)}, {shape.dtype}, "
+            f"{shape.last_hidden}: capture again with these settings"
+        )
+
+
+def _pinned(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, gamma: float) -> dict[str, Any]:
+    """What a checkpoint pins down, by the names that a resume compares."""
+    facts = inputs.target.facts
+    return {
+        "target": {"name": facts.name, "template": facts.template_hash, "adapter": config.target.adapter},
+        "mask-token": drafter.mask_token_id,
+        "architecture": json.loads(json.dumps(asdict(drafter), default=dict)),
+        "objective": {**asdict(config.loss), "gamma": gamma},
+        "gpus": inputs.placement.describe(),
+        "threads": torch.get_num_threads(),
+    }
