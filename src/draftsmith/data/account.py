@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.data.conversations import Skip
@@ -90,15 +91,18 @@ class Account:
             examples=dict(saved["examples"]),
         )
 
+    def _example(self, reason: str) -> str:
+        return self.examples.get(reason, [""])[0]
+
     def print(self, console: Console, title: str = "Rows") -> None:
         """A table of what became of every row."""
-        table = Table("what", "count", "for example", title=title, title_justify="left")
+        table = Table("what", "count", "for example", title=escape(title), title_justify="left")
         table.add_row("rows in", f"{self.rows_in:,}")
         table.add_row("kept", f"{self.rows_kept:,}")
         for reason, count in self.skipped.most_common():
-            table.add_row(f"skipped: {reason}", f"{count:,}", self.examples.get(reason, [""])[0])
+            table.add_row(f"skipped: {reason}", f"{count:,}", escape(self._example(reason)))
         for reason, count in self.turns_left_out.most_common():
-            table.add_row(f"turns not learnt: {reason}", f"{count:,}", self.examples.get(reason, [""])[0])
+            table.add_row(f"turns not learnt: {reason}", f"{count:,}", escape(self._example(reason)))
         table.add_row("documents", f"{self.documents:,}", f"{self.documents_cut:,} cut at the longest length")
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         table.add_row("tokens", f"{self.tokens:,}", f"{share:.0%} supervised")
