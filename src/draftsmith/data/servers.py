@@ -133,8 +133,8 @@ class ServerGenerate:
                 return reply
             problem = f"status {reply.status_code} from {url}"
         raise DataError(
-            f"no answer from {', '.join(self._config.urls)} after {self._config.retries + 1} tries ({problem}): start the "
-            "server and run the same command again; finished rows are kept"
+            f"no answer from {', '.join(self._config.urls)} after {self._config.retries + 1} tries ({problem}): "
+            "start the server and run the same command again; finished rows are kept"
         )
 
     def _next_url(self) -> str:

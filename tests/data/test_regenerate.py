@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data.conversations import Conversation, Skip, parse_row
+from draftsmith.data.regenerate import Answer, Prompt, RegenerateConfig, SamplingConfig, regenerate
+from draftsmith.data.servers import ServerConfig, ServerGenerate, parse_answer
+from draftsmith.data.tokenize import TokenizeConfig, tokenize_conversation
+from draftsmith.errors import ConfigError, DataError
+
+ForTemplate = Callable[[str | None], PreTrainedTokenizerFast]
+
+
+def conversation(index: int, turns: int = 1) -> dict[str, Any]:
+    messages = []
+    for turn in range(turns):
+        messages += [{"role": "user", "content": f"q{index}.{turn}"}, {"role": "assistant", "content": "foreign"}]
+    return {"messages": messages}
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    rows = [conversation(index, 1 + index % 3) for index in range(20)]
+    tool = {
+        "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+        ]
+    }
+    lines = [json.dumps(row) for row in [*rows, tool, {"text": "rendered"}]] + ["{broken"]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    return tmp_path / "chats.jsonl"
+
+
+def own(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+    return [
+        Answer(
+            message={"role": "assistant", "content": f"own {prompt.messages[-1]['content']}"},
+            finish_reason="length" if prompt.messages[-1]["content"] == "q4.0" else "stop",
+        )
+        for prompt in prompts
+    ]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_answer_is_replaced_in_order(chats: Path, tmp_path: Path) -> None:
+    screen = io.StringIO()
+    config = RegenerateConfig(
+        sampling=SamplingConfig(temperature=0.7), batch_rows=6, template_kwargs={"enable_thinking": False}
+    )
+    report = regenerate(chats, tmp_path / "own.jsonl", own, config, Console(file=screen))
+    rows = rows_of(tmp_path / "own.jsonl")
+    assert (report.rows_in, report.rows_out, report.num_cut) == (23, 20, 1)
+    assert sum(report.skipped.values()) == 3
+    for index, row in enumerate(rows):
+        answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert answers == [f"own q{index}.{turn}" for turn in range(1 if index == 4 else 1 + index % 3)]
+        assert row["sampling"]["temperature"] == 0.7
+        assert row["chat_template_kwargs"] == {"enable_thinking": False}
+        assert row["source"] == f"chats.jsonl:{index + 1}"
+    assert rows[4]["finish_reason"] == "length"
+    assert json.loads((tmp_path / "own.jsonl.account.json").read_text())["rows_out"] == 20
+
+
+def test_cut_answers_are_dropped_on_request_and_last_turns_alone_replaced(chats: Path, tmp_path: Path) -> None:
+    config = RegenerateConfig(cut_answers="drop", every_turn=False)
+    report = regenerate(chats, tmp_path / "own.jsonl", own, config)
+    assert report.rows_out == 20, "q4.0 is no last turn of row 4"
+    answers = [message["content"] for message in rows_of(tmp_path / "own.jsonl")[2]["messages"][1::2]]
+    assert answers == ["foreign", "foreign", "own q2.2"]
+    report = regenerate(chats, tmp_path / "all.jsonl", own, RegenerateConfig(cut_answers="drop"))
+    assert report.skipped["the answer reached the longest length"] == 1
+
+
+class _KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_kill_loses_and_doubles_nothing(chats: Path, tmp_path: Path, torn: bool) -> None:
+    out = tmp_path / "own.jsonl"
+    asked: Counter[str] = Counter()
+
+    def dying(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        if asked.total() > 15:
+            raise _KilledError
+        asked.update(prompt.messages[-1]["content"] for prompt in prompts)
+        return own(prompts)
+
+    config = RegenerateConfig(batch_rows=5)
+    with pytest.raises(_KilledError):
+        regenerate(chats, out, dying, config)
+    partial = tmp_path / "own.jsonl.partial"
+    finished = len(partial.read_text().splitlines()) - 1
+    assert 0 < finished < 20
+    if torn:
+        partial.write_bytes(partial.read_bytes()[:-7])
+    again: Counter[str] = Counter()
+
+    def counting(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        again.update(prompt.messages[-1]["content"] for prompt in prompts)
+        return own(prompts)
+
+    report = regenerate(chats, out, counting, config)
+    assert (report.rows_in, report.rows_out) == (23, 20)
+    assert [row["messages"][0]["content"] for row in rows_of(out)] == [f"q{index}.0" for index in range(20)]
+    assert max(again.values()) == 1
+    assert sum(content.endswith(".0") for content in again) == 20 - finished + torn
+    assert not partial.exists()
+
+
+def test_a_journal_of_other_settings_is_refused(chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "own.jsonl"
+
+    def dying(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        raise _KilledError
+
+    with pytest.raises(_KilledError):
+        regenerate(chats, out, dying, RegenerateConfig())
+    with pytest.raises(DataError, match="other data or settings"):
+        regenerate(chats, out, own, RegenerateConfig(every_turn=False))
+    regenerate(chats, out, own, RegenerateConfig())
+    with pytest.raises(DataError, match="exists: choose another --out"):
+        regenerate(chats, out, own, RegenerateConfig())
+
+
+def test_nothing_regenerated_is_an_error(chats: Path, tmp_path: Path) -> None:
+    def refusing(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        return [Skip("too long")] * len(prompts)
+
+    with pytest.raises(DataError, match=r"too long \(20\)"):
+        regenerate(chats, tmp_path / "own.jsonl", refusing, RegenerateConfig())
+
+
+class _Server:
+    """A small OpenAI-compatible server on a real socket that can be killed and started again."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.busy = 0
+        self.die_after = 10**9
+        self._lock = threading.Lock()
+
+    def reply(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with self._lock:
+            content = body["messages"][-1]["content"]
+            self.asked[content] += 1
+            self.bodies.append(body)
+            if self.busy:
+                self.busy -= 1
+                return 503, {}
+            if self.asked.total() > self.die_after:
+                return 500, {}
+        if content == "q3.0":
+            return 400, {"error": "context too long"}
+        message = {"role": "assistant", "content": f"own {content}", "reasoning_content": "why"}
+        choice = {"message": message, "finish_reason": "stop", "token_ids": [7, 8]}
+        return 200, {"choices": [choice], "prompt_token_ids": [1, 2]}
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": "tiny"}]})
+
+            def do_POST(self) -> None:
+                self._send(*server.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+            def _send(self, status: int, body: dict[str, Any]) -> None:
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Quiet."""
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_address[1]}/v1"
+        finally:
+            http.shutdown()
+            thread.join()
+            http.server_close()
+
+
+def test_a_server_killed_half_way_leaves_a_complete_output_without_doubles(chats: Path, tmp_path: Path) -> None:
+    server = _Server()
+    config = RegenerateConfig(batch_rows=4)
+    out = tmp_path / "own.jsonl"
+    with server.running() as url:
+        server.die_after = 12
+        settings = ServerConfig(urls=(url,), concurrency=2, retries=1)
+        with (
+            ServerGenerate(settings, config.sampling, sleep=lambda seconds: None) as generate,
+            pytest.raises(DataError, match=r"after 2 tries \(status 500 .*finished rows are kept"),
+        ):
+            regenerate(chats, out, generate, config)
+    server.die_after = 10**9
+    with server.running() as url, ServerGenerate(ServerConfig(urls=(url,)), config.sampling) as generate:
+        report = regenerate(chats, out, generate, config)
+    rows = rows_of(out)
+    assert report.skipped["the server refused the prompt"] == 1
+    assert [row["messages"][0]["content"] for row in rows] == [f"q{index}.0" for index in range(20) if index != 3]
+    assert all(row["messages"][-1]["content"].startswith("own ") for row in rows)
+    assert rows[0]["prompt_token_ids"] == [1, 2]
+    assert rows[0]["completion_token_ids"] == [7, 8]
+    assert rows[0]["messages"][1]["reasoning_content"] == "why"
+
+
+def test_busy_servers_are_asked_again_with_growing_waits_and_dead_ones_passed(chats: Path, tmp_path: Path) -> None:
+    server, waits = _Server(), list[float]()
+    messages = [{"role": "user", "content": "q"}]
+    prompt = Prompt(messages=messages, tools=[{"a": 1}], template_kwargs={"k": 1}, seed=7)
+    server.busy = 3
+    with server.running() as url:
+        config = ServerConfig(urls=(url, "http://127.0.0.1:9/v1"), concurrency=1, model="named", longest_wait=3.0)
+        with ServerGenerate(config, SamplingConfig(seed=5, max_new_tokens=9), sleep=waits.append) as generate:
+            answers = generate(
+                [
+                    Prompt(
+                        messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}], template_kwargs={"k": 1}, seed=7
+                    )
+                ]
+            )
+    assert isinstance(answers[0], Answer)
+    assert waits == [1.0, 2.0, 3.0, 3.0, 3.0, 3.0]
+    body = server.bodies[-1]
+    assert body["model"] == "named"
+    assert (body["seed"], body["max_tokens"], body["chat_template_kwargs"], body["tools"]) == (
+        7,
+        9,
+        {"k": 1},
+        [{"a": 1}],
+    )
+
+
+def test_replies_that_are_no_completion_are_skipped() -> None:
+    for content in ("<html>", "[]", '{"choices": []}', '{"choices": [{}]}'):
+        assert isinstance(parse_answer(httpx.Response(200, text=content)), Skip)
+
+
+def test_a_server_without_models_asks_for_a_name() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(404))
+    with (
+        ServerGenerate(ServerConfig(), SamplingConfig(), transport=transport) as generate,
+        pytest.raises(DataError, match="--model"),
+    ):
+        generate([])
+
+
+def test_A24_regenerated_rows_are_tokenised_as_they_were_sampled(tokenizer_for: ForTemplate, tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(conversation(0)))
+    messages = conversation(0)["messages"][:1]
+    prompt_ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    sampled = tokenizer.convert_tokens_to_ids([*"Hello", "<|im_end|>"])
+
+    def generate(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        message = {"role": "assistant", "content": "Hello"}
+        return [
+            Answer(message=message, finish_reason="stop", prompt_ids=tuple(prompt_ids), completion_ids=tuple(sampled))
+        ]
+
+    config = RegenerateConfig(template_kwargs={"enable_thinking": False})
+    regenerate(tmp_path / "chats.jsonl", tmp_path / "own.jsonl", generate, config)
+    row = parse_row(rows_of(tmp_path / "own.jsonl")[0])
+    assert isinstance(row, Conversation)
+    documents = tokenize_conversation(tokenizer, row, TokenizeConfig())
+    assert not isinstance(documents, Skip)
+    assert documents[0].token_ids.tolist() == prompt_ids + sampled
+    assert int(documents[0].loss_mask.sum()) == len(sampled)
+
+
+@pytest.mark.parametrize(
+    ("build", "flag"),
+    [
+        (lambda: SamplingConfig(temperature=-1), "--temperature"),
+        (lambda: SamplingConfig(top_p=0), "--top-p"),
+        (lambda: SamplingConfig(max_new_tokens=0), "--max-new-tokens"),
+        (lambda: RegenerateConfig(batch_rows=0), "--batch-rows"),
+        (lambda: ServerConfig(urls=()), "--urls"),
+        (lambda: ServerConfig(concurrency=0), "--concurrency"),
+    ],
+)
+def test_options_out_of_range_are_refused(build: Callable[[], Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        build()
