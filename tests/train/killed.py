@@ -13,7 +13,7 @@ from draftsmith.train.metrics import MetricsWriter, read_step
 from draftsmith.train.step import accumulate, update
 from tests.train.tiny import Tiny, no_totals, tiny_batch, tiny_shape, uniforms
 
-STEPS = 40
+STEPS = 24
 LOG_EVERY = 3
 SAVE_EVERY = 1
 EVAL_EVERY = 5
@@ -51,7 +51,7 @@ def train_run(run_dir: Path, pause: float = 0.0) -> None:
             if step % LOG_EVERY == 0:
                 metrics.write("train", step, read_step(state, totals))
                 totals.zero_()
-            score = float(-(abs(step - 20))) if step % EVAL_EVERY == 0 else None
+            score = -float(abs(step - 10)) if step % EVAL_EVERY == 0 else None
             if step % SAVE_EVERY == 0:
                 writer.save(Position(step=step, batch=step, draw=0, metrics_bytes=metrics.sync()), score)
             time.sleep(pause)

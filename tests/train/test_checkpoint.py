@@ -122,6 +122,14 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(
     assert best_checkpoint(tmp_path) is None
 
 
+def test_one_changed_digit_in_the_step_number_is_noticed(tmp_path: Path) -> None:
+    saved(tmp_path, Tiny().build(), [1])
+    meta = tmp_path / "checkpoints" / "step-00000001" / META
+    meta.write_text(meta.read_text().replace('"step": 1', '"step": 7'))
+    with pytest.raises(CheckpointError, match=r"is damaged: meta.json doesn't match its checksum"):
+        load_checkpoint(tmp_path / "checkpoints" / "step-00000001")
+
+
 def test_a_run_without_a_readable_checkpoint_says_why_for_each(tmp_path: Path) -> None:
     saved(tmp_path, Tiny().build(), [1, 2])
     for step in (1, 2):

@@ -22,7 +22,7 @@ def compare_resume(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Se
     """Refuse to continue a run with something else than it was trained with.
 
     Args:
-        saved: per name of PARTS (and "gpus"), any JSON value that pins it down, as it was.
+        saved: per name of PARTS (and "gpus"), any JSON value that pins it down, as read from the checkpoint.
         now: the same, as it would be.
         allowed: names that may differ.
 
@@ -39,7 +39,7 @@ def compare_resume(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Se
     refused: list[str] = []
     remarks: list[str] = []
     for part, name in PARTS.items():
-        changes = list(_differences(_plain(saved.get(part)), _plain(now.get(part)), ""))
+        changes = list(_differences(saved.get(part), _plain(now.get(part)), ""))
         if not changes:
             continue
         text = f"{name} changed ({'; '.join(changes)})"
