@@ -64,7 +64,9 @@ def export_zlab(
     def write(folder: Path) -> None:
         write_json(folder / CONFIG, zlab_values(drafter.config, info, dtype))
         safetensors_torch.save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-        write_json(folder / RECORD, trained_record(drafter.config, merge_weights(named), info.target))
+        rendering = {"hash": info.template_hash, "kwargs": dict(info.template_kwargs)}
+        record = trained_record(drafter.config, merge_weights(named)) | {"target": info.target, "template": rendering}
+        write_json(folder / RECORD, record)
         if card:
             (folder / CARD).write_text(card, encoding="utf-8")
 

@@ -7,7 +7,7 @@ guessed, defaulted or dropped in silence elsewhere is required, written at every
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.drafter.model import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.rope import RopeConfig
 from draftsmith.errors import ConfigError, ExportError
-from draftsmith.records import FrozenEnds, TargetFacts
+from draftsmith.records import EMPTY, FrozenEnds, TargetFacts
 
 ARCHITECTURE = "DFlashDraftModel"
 KNOWN_OPTIONS = {
@@ -46,9 +46,14 @@ class ExportInfo:
     soft_cap: float | None = None
     target_architecture: str = ""
     """Class name of the target, for the speculators layout; "" where unknown."""
+    template_hash: str = ""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the chat template that the training prompts were rendered with."""
 
     @classmethod
-    def of(cls, facts: TargetFacts, ends: FrozenEnds, architecture: str = "") -> ExportInfo:
+    def of(
+        cls, facts: TargetFacts, ends: FrozenEnds, architecture: str = "", template_kwargs: Mapping[str, Any] = EMPTY
+    ) -> ExportInfo:
         return cls(
             target=facts.name,
             bos_token_id=facts.bos_token_id,
@@ -58,6 +63,8 @@ class ExportInfo:
             output_multiplier=ends.logit_scale,
             soft_cap=ends.soft_cap,
             target_architecture=architecture,
+            template_hash=facts.template_hash,
+            template_kwargs=template_kwargs,
         )
 
 

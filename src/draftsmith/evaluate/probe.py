@@ -6,7 +6,7 @@ without the target: a changed RoPE theta, norm convention, mask or missing weigh
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,9 +77,16 @@ def sketch(output_BH: Tensor) -> list[list[float]]:
     return mixed.tolist()
 
 
-def trained_record(config: DrafterConfig, weights: Mapping[str, Tensor], target: str) -> dict[str, Any]:
+def described(config: DrafterConfig) -> dict[str, Any]:
+    """The config as plain JSON values, as they come back from a file."""
+    rope = {"head_dim": config.rope.head_dim, "theta": config.rope.theta, "max_positions": config.rope.max_positions}
+    values: dict[str, Any] = {name: getattr(config, name) for name in config.__slots__ if name != "rope"}
+    values["rope"] = rope | {"scaling": dict(config.rope.scaling)}
+    return json.loads(json.dumps(values))
+
+
+def trained_record(config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """The record of `weights` (by the Drafter's names, already rounded to the dtype they are saved in)."""
     drafter = Drafter(config)
     drafter.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    described = dataclasses.asdict(config) | {"rope": dataclasses.asdict(config.rope)}
-    return {"target": target, "drafter": described, "probe": sketch(probe_output(drafter))}
+    return {"drafter": described(config), "probe": sketch(probe_output(drafter))}

@@ -1,0 +1,26 @@
+"""The model card."""
+
+from __future__ import annotations
+
+from draftsmith.evaluate.acceptance import EvalConfig, evaluate_prompts
+from draftsmith.evaluate.card import model_card
+from draftsmith.evaluate.prompts import Prompt
+from tests.evaluate.overfit import overfit
+
+
+def test_the_card_says_how_to_serve_and_what_was_measured() -> None:
+    case = overfit("llama")
+    config = case.drafter.config
+    bare = model_card(config, "org/target", recipe={"lr": 6e-4}, data="400 conversations.", name="me/drafter")
+    assert "Not measured yet" in bare
+    assert '"num_speculative_tokens": 7' in bare
+    assert "--speculative-num-draft-tokens 8" in bare
+    assert "400 conversations." in bare
+    assert '"lr": 0.0006' in bare
+    asked = [Prompt(source="talk", text="abcabc"), Prompt(source="code", text="Hello")]
+    settings = EvalConfig(max_new_tokens=8, template_kwargs={"enable_thinking": False})
+    result = evaluate_prompts(case.target, case.drafter, asked, settings)
+    text = model_card(config, "org/target", recipe={}, data="", evaluation=result)
+    assert f"| talk | 1 | {result.groups()['talk'].tau} | yes |" in text
+    assert "| code | 1 |" in text
+    assert "enable_thinking=False" in text
