@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write("train", 1, {"loss": 0.5, "place_survival": [0.25, None], "note": "text", "capture": True})
         metrics.write("train", 2, {"loss": 0.25})
+    time.sleep(1.0)  # event files sort by the second they were made in
     with MetricsWriter(tmp_path, position=0, resumed_step=1) as metrics:
         metrics.write("train", 2, {"loss": 0.125})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
