@@ -15,12 +15,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 torch.set_num_threads(1)
 
 # The same examples on every run, and no time limit for one: the first call of a kernel is slow, a busy machine slower.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+# For injected faults (tests/mutate.py): that an example fails is all that is asked, not which is the simplest.
+settings.register_profile(
+    "unshrunk", parent=settings.get_profile("repeatable"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("repeatable")
 
 

@@ -169,6 +169,16 @@ def test_rows_without_a_label_get_a_gradient_of_exactly_zero(method: Literal["fu
     assert (gradient[given.supervised_AB.reshape(-1)] != 0).any(1).all()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scaled_loss_has_a_scaled_gradient(method: Literal["fused", "recompute"]) -> None:
+    given = inputs()
+    _, gradient = run(spec("ce", "decay", method), given, ends())
+    hidden = given.hidden_QH.clone().requires_grad_()
+    sums = chunked_loss(spec("ce", "decay", method), ends(), hidden, given.labels_Q, given.supervised_AB, None)
+    (thrice,) = torch.autograd.grad(3 * sums.numerator, hidden)
+    torch.testing.assert_close(thrice, 3 * gradient)
+
+
 def test_C12_no_gradient_reaches_the_teacher_or_the_head() -> None:
     given, extra = inputs(), ends()
     teacher = given.teacher_QH.clone().requires_grad_()

@@ -209,6 +209,15 @@ def test_C11_C22_unfilled_anchors_keep_their_own_block_and_nothing_else() -> Non
     assert not partial[:, : case.shape.num_tokens // TILE].any(), "an empty range lists no tile of the context"
 
 
+def test_unfilled_anchors_see_no_padding_wherever_they_are_parked() -> None:
+    """Padding has id -1, as has an unfilled anchor: equal ids alone would show it the padding before it."""
+    shape = MaskShape(num_tokens=128, num_anchors=16, block_size=8, group=1, window=None)
+    layout = document_layout(torch.tensor([40]), 128)
+    parked = Anchors(index_A=torch.full((16,), 127), valid_A=torch.zeros(16, dtype=torch.bool))
+    assert not visible_by_document(parked, layout, shape)[:, :128].any()
+    assert not dense_mask(context_ranges(parked, layout), shape)[:, :128].any()
+
+
 def test_sorted_anchors_of_a_long_document_make_mostly_whole_tiles() -> None:
     """What sorting is for: unsorted, a tile holds anchors from everywhere and nearly all its tiles are partial."""
     shape = replace(shape_of(64, None, num_tokens=4096), num_anchors=256)

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.drafter.anchors import draw_uniforms, make_blocks, select_anchors
 from draftsmith.drafter.layout import document_layout
-from draftsmith.drafter.mask import MaskShape, context_ranges, dense_mask
+from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense_mask
 from draftsmith.drafter.model import FULL, SLIDING, Drafter, DrafterConfig, RMSNorm, attend, init_weights
 from draftsmith.drafter.rope import inverse_frequencies, rope_table
 from draftsmith.errors import ConfigError
@@ -160,6 +160,23 @@ def test_attention_shares_key_heads_among_neighbouring_query_heads() -> None:
         scores = q[:, head] @ k[:, head // 3].T / width**0.5
         by_hand[:, head] = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, head // 3]
     torch.testing.assert_close(attend(q, k, v, mask), by_hand.reshape(rows, -1))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 20])
+@torch.no_grad()
+def test_flex_attention_with_folded_heads_equals_the_dense_form(window: int | None) -> None:
+    T, num_anchors, block_size, width = 128, 16, 8, 16
+    layout = document_layout(torch.tensor([70, 40]), T)
+    anchors = select_anchors(
+        torch.ones(T, dtype=torch.bool), layout.document_ids_T, draw_uniforms(0, 0, 0, T), num_anchors
+    )
+    folded = MaskShape(num_tokens=T, num_anchors=num_anchors, block_size=block_size, group=3, window=window)
+    q = torch.randn(num_anchors * block_size, 6, width)
+    k, v = torch.randn(2, T + num_anchors * block_size, 2, width).unbind(0)
+    ranges = context_ranges(anchors, layout)
+    flex = attend(q, k, v, block_mask(ranges, folded))
+    torch.testing.assert_close(flex, attend(q, k, v, dense_mask(ranges, replace(folded, group=1))))
 
 
 def test_checkpointed_layers_give_the_same_output() -> None:

@@ -99,6 +99,13 @@ def test_no_step_of_a_short_run_is_lost(schedule: Schedule, total: int) -> None:
         ({"warmup": -0.1}, "--warmup -0.1"),
         ({"decay": 0.0}, "--decay 0.0"),
         ({"decay": 1.1}, "--decay 1.1"),
+        (
+            {"schedule": "wsd", "warmup": 0.5, "decay": 0.6},
+            "--lr is never reached: lower one, or take --schedule cosine",
+        ),
+        ({"beta1": 1.0}, "--beta1 1.0 and --beta2 0.95 must be at least 0 and below 1"),
+        ({"beta2": -0.1}, "--beta2 -0.1"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1 is below 0; 0 turns it off"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], remedy: str) -> None:

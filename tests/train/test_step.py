@@ -14,6 +14,7 @@ from draftsmith.drafter.anchors import make_blocks, select_anchors
 from draftsmith.drafter.layout import document_layout
 from draftsmith.drafter.model import FULL, SLIDING
 from draftsmith.drafter.objectives import LossConfig, LossKind
+from draftsmith.errors import ConfigError
 from draftsmith.records import FeatureBatch
 from draftsmith.train.noise import noisy
 from draftsmith.train.optim import OptimConfig
@@ -291,6 +292,11 @@ def test_checkpointed_layers_give_identical_losses_and_gradients(kinds: tuple[st
 def noised(half_width: float) -> Tiny:
     step = StepConfig(num_anchors=32, attention="dense", feature_noise=half_width)
     return Tiny(loss=LossConfig(loss="kl", chunk_rows=64), step=step)
+
+
+def test_negative_feature_noise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--feature-noise -0\.5 is below 0; 0 turns it off"):
+        noised(-0.5)
 
 
 def test_feature_noise_leaves_labels_and_buffers_bit_identical() -> None:

@@ -45,6 +45,15 @@ class OptimConfig:
             raise ConfigError(f"--clip {self.clip} is not above 0; use a large number to turn clipping off")
         if not (0 <= self.warmup < 1 and 0 < self.decay <= 1):
             raise ConfigError(f"--warmup {self.warmup} and --decay {self.decay} are shares of all steps, from 0 to 1")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ConfigError(
+                f"--warmup {self.warmup} and --decay {self.decay} exceed the run together, and --lr is never reached: "
+                "lower one, or take --schedule cosine"
+            )
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ConfigError(f"--beta1 {self.beta1} and --beta2 {self.beta2} must be at least 0 and below 1")
+        if self.weight_decay < 0:
+            raise ConfigError(f"--weight-decay {self.weight_decay} is below 0; 0 turns it off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

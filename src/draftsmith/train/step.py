@@ -22,6 +22,7 @@ from draftsmith.drafter.loss import ChunkFunction, LossSpec, chunked_loss, fused
 from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense_mask
 from draftsmith.drafter.model import Drafter, Mask
 from draftsmith.drafter.rope import RopeTable, rope_table
+from draftsmith.errors import ConfigError
 from draftsmith.records import FeatureBatch, FrozenEnds
 from draftsmith.train.noise import noisy
 from draftsmith.train.optim import Optimizer
@@ -40,6 +41,10 @@ class StepConfig:
     checkpoint_layers: bool = False
     feature_noise: float = 0.0
     """Half-width of uniform noise on a copy of the features; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        if self.feature_noise < 0:
+            raise ConfigError(f"--feature-noise {self.feature_noise} is below 0; 0 turns it off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
