@@ -82,11 +82,14 @@ class CheckpointWriter:
         master_N = state.parameters.master_N
         is_cuda = master_N.is_cuda
         live = state.optimizer.tensors() | {EXTRA + name: tensor for name, tensor in extra.items()}
-        host_N = torch.empty_like(master_N, device="cpu", pin_memory=is_cuda)
+
+        def on_host(tensor: Tensor) -> Tensor:
+            # Written once, so that the first save doesn't wait for the system to find the pages.
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).zero_()
+
+        host_N = on_host(master_N)
         self._masters = state.parameters.named(host_N)
-        self._optimizer = {
-            name: torch.empty_like(tensor, device="cpu", pin_memory=is_cuda) for name, tensor in live.items()
-        }
+        self._optimizer = {name: on_host(tensor) for name, tensor in live.items()}
         self._pairs = ((master_N, host_N), *((live[name], host) for name, host in self._optimizer.items()))
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
