@@ -25,7 +25,7 @@ from draftsmith.records import EMPTY
 from draftsmith.train.step import TrainState
 
 FILE = "metrics.jsonl"
-Kind = Literal["run", "train", "eval", "system"]
+Kind = Literal["train", "eval", "system"]
 Value = float | int | str | bool | None | Sequence["Value"] | Mapping[str, "Value"]
 
 
