@@ -100,9 +100,9 @@ class Account:
         table.add_row("rows in", f"{self.rows_in:,}")
         table.add_row("kept", f"{self.rows_kept:,}")
         for reason, count in self.skipped.most_common():
-            table.add_row(f"skipped: {reason}", f"{count:,}", escape(self._example(reason)))
+            table.add_row(escape(f"skipped: {reason}"), f"{count:,}", escape(self._example(reason)))
         for reason, count in self.turns_left_out.most_common():
-            table.add_row(f"turns not learnt: {reason}", f"{count:,}", escape(self._example(reason)))
+            table.add_row(escape(f"turns not learnt: {reason}"), f"{count:,}", escape(self._example(reason)))
         table.add_row("documents", f"{self.documents:,}", f"{self.documents_cut:,} cut at the longest length")
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         table.add_row("tokens", f"{self.tokens:,}", f"{share:.0%} supervised")

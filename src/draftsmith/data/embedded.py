@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class EmbeddedGenerate:
     """A `Generate` that runs the model here.
 
-    Sampling draws from one CPU generator per row, seeded by the prompt: what shares its batch changes an answer by rounding
-    only. Prompts that leave less than `max_new_tokens` of the model's positions are skipped.
+    Sampling draws from one CPU generator per row, seeded by the prompt: what shares its batch changes an answer by
+    rounding only. Prompts that leave less than `max_new_tokens` of the model's positions are skipped.
     """
 
     def __init__(

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.data.account import Account
+from draftsmith.data.convert import PackedRow
+from draftsmith.data.prepared import PreparedData, record_batch
+
+
+def packed(*ids: int) -> PackedRow:
+    return PackedRow(np.asarray(ids, np.int32), np.asarray([i % 2 for i in ids], np.int8))
+
+
+def test_documents_are_found_across_record_batches() -> None:
+    empty: list[Any] = []
+    batches = [
+        record_batch([packed(1, 2), packed(3)], ["a", "b"]),
+        record_batch(empty, empty),
+        record_batch([packed(4, 5, 6)], ["c"]),
+    ]
+    data = PreparedData(batches, Account(), {})
+    assert data.lengths == [2, 1, 3]
+    assert [data.document(index).token_ids.tolist() for index in range(3)] == [[1, 2], [3], [4, 5, 6]]
+    assert data.document(2).loss_mask.tolist() == [False, True, False]
+    assert [data.source(index) for index in range(3)] == ["a", "b", "c"]
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match="of 3"):
+            data.document(index)
+
+
+def test_a_document_is_a_copy() -> None:
+    data = PreparedData([record_batch([packed(1, 2)], ["a"])], Account(), {})
+    data.document(0).token_ids.zero_()
+    assert data.document(0).token_ids.tolist() == [1, 2]
