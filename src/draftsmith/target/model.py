@@ -24,6 +24,7 @@ from draftsmith.errors import ConfigError, TargetError
 from draftsmith.records import FrozenEnds, TargetFacts
 from draftsmith.target import smollm2
 from draftsmith.target.anatomy import Anatomy, find_anatomy, frozen_ends, layers_cut
+from draftsmith.target.bundled import PREFIX, config_folder
 from draftsmith.target.facts import facts_from_config
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class TargetConfig:
     """Which model the drafter is for, and how it is loaded."""
 
     target: str
-    """The target: a Hugging Face hub id, a local folder, or `smollm2` (bundled, 135M)."""
+    """The target: a Hugging Face hub id, a local folder, `smollm2` (bundled, 135M), or for plans `configs/qwen3-8b`."""
     revision: str = ""
     """Branch, tag or commit of a hub id; empty for its default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -106,7 +107,7 @@ def load_target(config: TargetConfig, device: torch.device | str, *, random_weig
         TargetError: not found, not a causal LM, an adapter that doesn't fit, or a missing package; names the remedy.
     """
     where = torch.device(device)
-    source = _source(config)
+    source = locate(config)
     hf_config = load_config(config, source)
     dtype = resolve_dtype(config.dtype, where)
     tokenizer = load_tokenizer(config, source, required=not random_weights)
@@ -125,7 +126,7 @@ def read_facts(config: TargetConfig) -> TargetFacts:
     Raises:
         TargetError: as `load_target`.
     """
-    source = _source(config)
+    source = locate(config)
     hf_config = load_config(config, source)
     tokenizer = load_tokenizer(config, source, required=False)
     return facts_from_config(hf_config, tokenizer, name=config.target)
@@ -156,10 +157,12 @@ def resolve_dtype(choice: Literal["auto", "float32", "bfloat16"], device: torch.
     return torch.float32 if choice == "float32" else torch.bfloat16
 
 
-def _source(config: TargetConfig) -> str:
+def locate(config: TargetConfig) -> str:
     """The folder or hub id that transformers loads from."""
     if config.target == smollm2.NAME:
         return str(smollm2.model_folder())
+    if config.target.startswith(PREFIX):
+        return str(config_folder(config.target))
     path = Path(config.target).expanduser()
     if path.exists():
         if not (path / "config.json").is_file():
@@ -218,7 +221,7 @@ def load_tokenizer(config: TargetConfig, source: str, *, required: bool) -> Any:
     return None
 
 
-def _auto_class(hf_config: Any, name: str) -> Any:
+def auto_class(hf_config: Any, name: str) -> Any:
     """The transformers class that gives a causal LM; the image-text class only where there is no text-only one."""
     remote: dict[str, Any] = hf_config.to_dict().get("auto_map") or {}
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
@@ -237,7 +240,7 @@ def _load_weights(config: TargetConfig, source: str, hf_config: Any, device: tor
     elif device.type != "cpu":
         options["device_map"] = {"": device}  # straight to the GPU: never twice in host memory
     try:
-        return _auto_class(hf_config, config.target).from_pretrained(source, **options)
+        return auto_class(hf_config, config.target).from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, TargetError | torch.OutOfMemoryError):
             raise
@@ -251,7 +254,7 @@ def _random_model(hf_config: Any, device: torch.device, dtype: torch.dtype) -> A
     # Every device draws the same weights, so that workers of one benchmark run the same model.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
-        return _auto_class(hf_config, "the config").from_config(hf_config, dtype=dtype)
+        return auto_class(hf_config, "the config").from_config(hf_config, dtype=dtype)
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:
