@@ -22,7 +22,10 @@ def parse(kind: type[T], verb: str, arguments: Sequence[str], about: str, defaul
     """
     options: dict[str, Any] = {} if default is None else {"default": default}
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(kind, prog=f"draftsmith {verb}", args=list(arguments), description=about, config=markers, **options)
+    parsed: Any = cast(Any, tyro.cli)(
+        kind, prog=f"draftsmith {verb}", args=list(arguments), description=about, config=markers, **options
+    )
+    return cast(T, parsed)
 
 
 def peek(arguments: Sequence[str], flag: str) -> str | None:

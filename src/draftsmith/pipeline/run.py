@@ -37,7 +37,7 @@ from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
 from draftsmith.pipeline.team import Producer, run_workers
 from draftsmith.target.model import load_target
-from draftsmith.train.checkpoint import Checkpoint, load_checkpoint, restore
+from draftsmith.train.checkpoint import Checkpoint, discard_after, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
 from draftsmith.train.metrics import MetricsWriter, Sink, open_wandb
 from draftsmith.train.resume import compare_resume
@@ -176,6 +176,8 @@ def _train(stage: Stage, measure: Measure | None) -> tuple[Team, Chief]:
     store = stage.inputs.store or _cached(stage, order)
     checkpoint = load_checkpoint(stage.run) if config.resume else None
     if checkpoint is not None:
+        for name in discard_after(stage.run, checkpoint.position.step):
+            console.print(f"[yellow]left out {name}: newer than the checkpoint that can be read[/yellow]")
         for remark in compare_resume(checkpoint.record.config, stage.record.config, set(config.allow_changed)):
             console.print(f"[yellow]{remark}[/yellow]")
     with ExitStack() as stack:
@@ -193,8 +195,8 @@ def _train(stage: Stage, measure: Measure | None) -> tuple[Team, Chief]:
 
         chief = Chief(rhythm, writer, measure, show, stage.stop)
         team = _build_team(stage, order, store, chief.after_step)
-        state = team.drafters[0].stepper.state
-        saver = stack.enter_context(CheckpointWriter(stage.run, config.checkpoint, state, stage.record))
+        state, extra = team.drafters[0].stepper.state, {"totals": team.drafters[0].stepper.inputs.totals}
+        saver = stack.enter_context(CheckpointWriter(stage.run, config.checkpoint, state, stage.record, extra))
         if checkpoint is not None:
             _continue(team, checkpoint, console)
         chief.join(team, saver)
@@ -298,7 +300,7 @@ def _continue(team: Team, checkpoint: Checkpoint, console: Console) -> None:
     """Put every drafter and ring where the checkpoint was taken."""
     position = checkpoint.position
     for drafter, ring in zip(team.drafters, team.rings, strict=True):
-        restore(drafter.stepper.state, checkpoint)
+        restore(drafter.stepper.state, checkpoint, {"totals": drafter.stepper.inputs.totals})
         drafter.draws_done = position.step * drafter.plan.accumulation
         ring.start_at(drafter.draws_done // drafter.plan.draws_per_batch)
     console.print(f"continuing from step {position.step:,} ({checkpoint.path.name})")

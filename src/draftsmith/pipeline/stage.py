@@ -201,11 +201,12 @@ def _check_store(store: tuple[Path, StoreIndex], shape: BatchShape, drafter: Dra
 def _pinned(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, gamma: float) -> dict[str, Any]:
     """What a checkpoint pins down, by the names that a resume compares."""
     facts = inputs.target.facts
+    alpha = config.loss.dpace_alpha if config.loss.weights == "dpace" else None
     return {
         "target": {"name": facts.name, "template": facts.template_hash, "adapter": config.target.adapter},
         "mask-token": drafter.mask_token_id,
         "architecture": json.loads(json.dumps(asdict(drafter), default=dict)),
-        "objective": {**asdict(config.loss), "gamma": gamma},
+        "objective": {"loss": config.loss.loss, "weights": config.loss.weights, "gamma": gamma, "alpha": alpha},
         "gpus": inputs.placement.describe(),
         "threads": torch.get_num_threads(),
     }
