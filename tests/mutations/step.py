@@ -540,10 +540,46 @@ MUTATIONS = (
         "wsd decays one step too early", "train/optim.py", "(total_steps - done + 1.0)", "(total_steps - done)", OPTIM
     ),
     fault(
-        "a curve that drifts by 0.1%",
+        "a learning rate that is 10% off",
         "train/optim.py",
         "return config.lr * rise * fall",
         "return config.lr * rise * fall * 1.1",
         GOLDEN,
+    ),
+    fault(
+        "rotation turns backwards",
+        "drafter/rope.py",
+        "torch.cat([-second, first], dim=-1)",
+        "torch.cat([second, -first], dim=-1)",
+        ROPE,
+        MODEL,
+    ),
+    fault(
+        "layers are checkpointed the reentrant way",
+        "drafter/recompute.py",
+        "use_reentrant=False",
+        "use_reentrant=True",
+        "drafter/test_recompute.py",
+    ),
+    fault(
+        "a chunk of the fused loss keeps its history",
+        "drafter/loss.py",
+        "run(hidden_QH.detach(), gradient_QH)",
+        "run(hidden_QH, gradient_QH)",
+        FIXED,
+    ),
+    fault(
+        "noise of the wrong width",
+        "train/noise.py",
+        "uniform_noise(uniforms_T[rows], width) * half_width",
+        "uniform_noise(uniforms_T[rows], width) * 2 * half_width",
+        NOISE,
+    ),
+    fault(
+        "chunks of noise repeat each other's rows",
+        "train/noise.py",
+        "uniform_noise(uniforms_T[rows], width)",
+        "uniform_noise(uniforms_T[: features_TFH[rows].shape[0]], width)",
+        NOISE,
     ),
 )
