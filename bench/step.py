@@ -69,7 +69,7 @@ def measure(run: Any, shape: Shape, runs: int = 5, repeats: int = 4) -> dict[str
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")
-    syncs = sum("synchroniz" in str(warning.message) for warning in caught)
+    syncs = sum("called a synchronizing" in str(warning.message) for warning in caught)
     torch.cuda.synchronize()
     ms = times[len(times) // 2]
     return {
