@@ -81,6 +81,17 @@ def test_sampled_answers_are_not_compared_with_greedy() -> None:
     assert "drafts by argmax" in shown(render(first))
 
 
+def test_batches_measure_the_same() -> None:
+    case = overfit("llama")
+    one, many = (
+        evaluate_prompts(case.target, case.drafter, ASKED, EvalConfig(max_new_tokens=12, batch=batch))
+        for batch in (1, 2)
+    )
+    assert answers_of(one) == answers_of(many)
+    assert one.summary.tau == many.summary.tau
+    assert many.summary.identical == "yes"
+
+
 def answers_of(result: EvalResult) -> list[tuple[int, ...]]:
     return [answer.decoded.token_ids for answer in result.answers]
 
@@ -93,6 +104,8 @@ def answers_of(result: EvalResult) -> list[tuple[int, ...]]:
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"temperature": -0.5}, "--temperature -0.5"),
         ({"draft_policy": "sample"}, "--draft-policy sample needs --temperature"),
+        ({"batch": 0}, "--batch 0"),
+        ({"batch": 4, "temperature": 1.0}, "--batch 4 decodes greedily only"),
     ],
 )
 def test_contradictory_settings_name_their_remedy(settings: dict[str, object], message: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafter.anchors import Anchors
 from draftsmith.drafter.layout import document_layout
 from draftsmith.drafter.mask import MaskShape, visible_by_document
-from draftsmith.evaluate.drafting import Blocks, DraftContext, visible
+from draftsmith.evaluate.drafting import Blocks, DraftContext, Slots, visible
 from tests.evaluate.overfit import drafter_config, random_drafter
 from tests.families import tiny_target
 
@@ -18,7 +18,12 @@ T, B = 20, 5
 def blocks_at(anchors: list[int], size: int = B, widths: list[int] | None = None) -> Blocks:
     anchors_A = torch.tensor(anchors)
     widths_A = torch.tensor(widths or [size] * len(anchors))
-    return Blocks(tokens_A=torch.zeros_like(anchors_A), anchors_A=anchors_A, widths_A=widths_A, size=size)
+    none_A = torch.zeros_like(anchors_A)
+    return Blocks(rows_A=none_A, tokens_A=none_A, anchors_A=anchors_A, widths_A=widths_A, size=size)
+
+
+def slots_of(length: int) -> Slots:
+    return Slots(rows_S=torch.zeros(length, dtype=torch.int64), positions_S=torch.arange(length))
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -28,11 +33,11 @@ def test_visibility_is_the_training_rule(window: int | None) -> None:
     layout = document_layout(torch.tensor([T, 0]), T)
     shape = MaskShape(num_tokens=T, num_anchors=4, block_size=B, group=1, window=window)
     expected = visible_by_document(Anchors(index_A=torch.tensor(anchors), valid_A=valid_A), layout, shape)
-    assert torch.equal(visible(blocks_at(anchors), T, window), expected)
+    assert torch.equal(visible(blocks_at(anchors), slots_of(T), window), expected)
 
 
 def test_narrow_blocks_hide_their_missing_places() -> None:
-    seen = visible(blocks_at([4], widths=[2]), 4, None)[:, 4:]
+    seen = visible(blocks_at([4], widths=[2]), slots_of(4), None)[:, 4:]
     assert seen[:2].tolist() == [[True, True, False, False, False]] * 2
     assert seen[2:].all()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ from rich.table import Table
 
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError
-from draftsmith.evaluate.decode import DecodeLimits, Plain, compare_answers, decode, plain_decode
+from draftsmith.evaluate.batched import decode_many
+from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, compare_answers, decode, plain_decode
 from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
 from draftsmith.evaluate.sampling import Sampler
 from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
@@ -41,6 +42,9 @@ class EvalConfig:
     """Arguments of the chat template, such as `enable_thinking False`; recorded, since the figures depend on them."""
     plain: bool = True
     """Decodes every prompt plainly too: for the speed-up, and to check that drafting changes no token."""
+    batch: int = 1
+    """Prompts decoded together, for hundreds of them on a GPU; greedy only. tokens/s is then the whole batch's, and
+    `plain` still decodes one by one."""
     seed: int = 0
     """Of sampling and of the bootstrap."""
 
@@ -54,6 +58,10 @@ class EvalConfig:
         DecodeLimits(max_new_tokens=self.max_new_tokens)
         if self.temperature < 0:
             raise ConfigError(f"--temperature {self.temperature} is below 0; 0 decodes greedily")
+        if self.batch < 1:
+            raise ConfigError(f"--batch {self.batch} is below 1; 1 decodes one by one")
+        if self.batch > 1 and self.temperature > 0:
+            raise ConfigError(f"--batch {self.batch} decodes greedily only: drop it or --temperature")
 
     def load(self) -> list[Prompt]:
         """All prompts of all sets, in order.
@@ -162,9 +170,9 @@ def evaluate_prompts(
     limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=target.facts.eos_token_ids)
     answers: list[Answered] = []
     committed = steps = 0
-    for index, prompt in enumerate(prompts):
-        ids = encode_prompt(target, prompt, config.template_kwargs)
-        decoded = decode(target, drafter, target.ends(), ids, limits, config.sampler(index))
+    encoded = [encode_prompt(target, prompt, config.template_kwargs) for prompt in prompts]
+    for index, decoded in _decoded(target, drafter, encoded, limits, config):
+        prompt, ids = prompts[index], encoded[index]
         if plains is not None:
             plain = plains[index]
         else:
@@ -184,6 +192,20 @@ def evaluate_prompts(
         if progress is not None:
             progress(index + 1, len(prompts), committed / max(1, steps))
     return EvalResult(name=name, target=target.facts.name, config=config, answers=tuple(answers))
+
+
+def _decoded(
+    target: Target, drafter: Drafter, encoded: Sequence[Sequence[int]], limits: DecodeLimits, config: EvalConfig
+) -> Iterator[tuple[int, Decoded]]:
+    """Answers with the number of their prompt, as they come."""
+    ends = target.ends()
+    for low in range(0, len(encoded), config.batch):
+        prompts = encoded[low : low + config.batch]
+        if config.batch == 1:
+            yield low, decode(target, drafter, ends, prompts[0], limits, config.sampler(low))
+        else:
+            together = decode_many(target, drafter, ends, prompts, limits, config.batch)
+            yield from enumerate(together, start=low)
 
 
 def differences(results: Sequence[EvalResult]) -> list[Difference]:

@@ -54,7 +54,13 @@ def accepted_everywhere(
     for low in range(start, end - 1, step):
         anchors_A = torch.arange(low, min(low + step, end - 1), device=context.device)
         widths_A = (end - anchors_A).clamp(max=size) if cut else torch.full_like(anchors_A, size)
-        blocks = Blocks(tokens_A=token_ids_T[anchors_A], anchors_A=anchors_A, widths_A=widths_A, size=size)
+        blocks = Blocks(
+            rows_A=torch.zeros_like(anchors_A),
+            tokens_A=token_ids_T[anchors_A],
+            anchors_A=anchors_A,
+            widths_A=widths_A,
+            size=size,
+        )
         hidden = context.hidden(blocks)[:, 1:]
         drafts = context.logits(hidden.reshape(-1, hidden.shape[-1])).argmax(-1).view(len(anchors_A), size - 1)
         index = anchors_A[:, None] + torch.arange(1, size, device=context.device)

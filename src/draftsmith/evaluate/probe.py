@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.drafter.rope import inverse_frequencies, rope_table
-from draftsmith.evaluate.drafting import Blocks, visible
+from draftsmith.evaluate.drafting import Blocks, Slots, visible
 
 RECORD = "draftsmith.json"
 CONTEXT = 64
@@ -59,7 +59,8 @@ def probe_output(drafter: Drafter) -> Tensor:
     inv_freq, factor = inverse_frequencies(config.rope, device)
     dtype = drafter.fc.weight.dtype
     positions = torch.arange(CONTEXT + size, device=device)
-    masks = {kind: visible(blocks, CONTEXT, config.window(kind)) for kind in set(config.layer_types)}
+    slots = Slots(rows_S=torch.zeros(CONTEXT, dtype=torch.int64, device=device), positions_S=positions[:CONTEXT])
+    masks = {kind: visible(blocks, slots, config.window(kind)) for kind in set(config.layer_types)}
     output = drafter(
         probe.block_BH.to(device, dtype),
         probe.features_TFH.to(device, dtype),
