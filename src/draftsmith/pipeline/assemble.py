@@ -14,12 +14,13 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.pipeline.buffers import FeatureRing, RingPlace
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop, DrawPlan
 from draftsmith.pipeline.placement import Placement
+from draftsmith.pipeline.producing import Producer
 from draftsmith.pipeline.reduce import LocalGroup, LocalReducer, NoReduce, Reducer
 from draftsmith.pipeline.resolve import Batching
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.target_loop import TargetForwardLoop
-from draftsmith.pipeline.team import Producer, Worker, joint_loop, make_stream, split_loops
+from draftsmith.pipeline.team import Worker, joint_loop, make_stream, split_loops
 from draftsmith.records import BatchShape, Document, FrozenEnds
 from draftsmith.target.capture import PackedCapture
 from draftsmith.target.compute import allow_graphs, layer_kinds, warm_up
@@ -57,6 +58,16 @@ class Team:
     placement: Placement
     stop: Stop
 
+    @property
+    def chief_worker(self) -> str:
+        """Name of the thread that the first drafter runs in."""
+        return "worker 0" if self.placement.joint else self.drafters[0].clock.name
+
+    def close(self) -> None:
+        """Take the producers' hooks off their targets."""
+        for producer in self.producers:
+            producer.close()
+
     def workers(self) -> list[Worker]:
         """Threads to run: one per worker, or one per device where roles are joint."""
         place = self.placement
@@ -66,7 +77,7 @@ class Team:
             names = [f"worker {index}" for index in range(len(loops))]
             devices, streams = list(place.drafters), list(self.streams)
         else:
-            loops = split_loops(self.producers, self.drafters)
+            loops = split_loops(self.producers, self.drafters, self.rings, self.stop)
             names = [loop.clock.name for loop in (*self.producers, *self.drafters)]
             devices = [*place.targets, *place.drafters]
             streams = [*(make_stream(device) for device in place.targets), *self.streams]
@@ -106,7 +117,7 @@ def _all_reach(targets: Sequence[torch.device], device: torch.device) -> bool:
 
 
 def build_drafters(
-    plan: Blueprint, rings: list[FeatureRing], after_step: Callable[[int], None]
+    plan: Blueprint, rings: list[FeatureRing], after_step: Callable[[int, bool], None]
 ) -> tuple[list[DrafterTrainLoop], list[torch.cuda.Stream | None]]:
     """Drafter after drafter: weights and moments, compile, capture, self-test. `after_step` is the first drafter's."""
     devices = plan.placement.drafters
@@ -137,7 +148,7 @@ def build_drafters(
     return loops, streams
 
 
-def _nothing(step: int) -> None:
+def _nothing(_step: int, _is_last: bool) -> None:
     return
 
 
@@ -184,5 +195,5 @@ def build_targets(
                 warm = warm_up(target, None if plan.shape.last_hidden else taps[-1], shapes)
             plan.say(f"target {index} compiled for {len(shapes)} shapes in {sum(warm.seconds.values()):.0f} s")
         stagings = [PackedCapture(target, taps, plan.shape) for _ in range(2 if target.device.type == "cuda" else 1)]
-        producers.append(TargetForwardLoop(f"target {index}", stagings, order, documents, rings, plan.stop))
+        producers.append(TargetForwardLoop(f"target {index}", stagings, order, documents, rings))
     return producers

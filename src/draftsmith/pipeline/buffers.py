@@ -3,7 +3,8 @@
 Batch number n of the run goes to drafter n % drafters as its sequence number s = n // drafters, and lies in slot s % R
 of that drafter's ring. Producers may finish out of order but only ever wait for the slot's previous occupant; the
 drafter reads in number order. Since every producer takes its numbers in rising order and slots are assigned by number,
-no order of arrival can block the number that is needed next.
+no order of arrival can block the number that is needed next. A drafter that has done its last step closes its ring: all
+drafters end with the same step, so nobody needs another batch then, and every producer goes home.
 
 Memory: the ring owns its slots. Between `acquire` and `publish` a slot belongs to the producer, between `receive` and
 `release` to the drafter. On a GPU both hand over with an event, so that nobody waits on the host for a copy.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.errors import StalledError
-from draftsmith.pipeline.stop import Stop
+from draftsmith.pipeline.stop import Stop, StoppedError
 from draftsmith.records import BatchShape, FeatureBatch
 
 POLL_SECONDS = 0.2
@@ -62,6 +63,7 @@ class FeatureRing:
             Slot(batch=FeatureBatch.allocate(shape, place.device, pin=place.pin)) for _ in range(place.num_slots)
         ]
         self._next_free = list(range(place.num_slots))
+        self._closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -72,10 +74,39 @@ class FeatureRing:
         """Batches filled and not yet read."""
         return sum(slot.sequence >= 0 for slot in self._slots)
 
-    def acquire(self, sequence: int) -> Slot:
-        """The slot for batch `sequence` of this drafter, once its previous occupant has been read."""
+    @property
+    def closed(self) -> bool:
+        """Whether the reader needs nothing more."""
+        return self._closed
+
+    def close(self) -> None:
+        """The reader has done its last step: wake all who wait for room."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait_closed(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the reader to end; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed, seconds)
+
+    def acquire(self, sequence: int, who: str = "a target", meanwhile: Callable[[], None] | None = None) -> Slot:
+        """The slot for batch `sequence` of this drafter, once its previous occupant has been read.
+
+        Args:
+            sequence: the batch's number in this ring.
+            who: the worker that waits, for the error.
+            meanwhile: work to do in this thread now and then while waiting.
+
+        Raises:
+            StalledError: the reader didn't come to it in time.
+            StoppedError: the run failed, or the reader needs nothing more.
+        """
         index = sequence % len(self._slots)
-        self._wait(lambda: self._next_free[index] == sequence, f"a target waits for room in {self.place.name}")
+        what = f"{who} waits for {self.place.name} to be read (room for batch {sequence})"
+        self._wait(lambda: self._next_free[index] == sequence or self._closed, what, meanwhile)
+        if self._closed:
+            raise StoppedError(f"{self.place.name} is closed")
         return self._slots[index]
 
     def publish(self, sequence: int) -> None:
@@ -84,10 +115,15 @@ class FeatureRing:
             self._slots[sequence % len(self._slots)].sequence = sequence
             self._changed.notify_all()
 
-    def receive(self, sequence: int) -> Slot:
-        """The filled slot of batch `sequence`."""
+    def receive(self, sequence: int, who: str = "the drafter") -> Slot:
+        """The filled slot of batch `sequence`.
+
+        Raises:
+            StalledError: no target filled it in time.
+            StoppedError: the run failed.
+        """
         slot = self._slots[sequence % len(self._slots)]
-        self._wait(lambda: slot.sequence == sequence, f"the drafter waits for batch {sequence} in {self.place.name}")
+        self._wait(lambda: slot.sequence == sequence, f"{who} waits for the targets (batch {sequence} of its ring)")
         return slot
 
     def has(self, sequence: int) -> bool:
@@ -109,18 +145,31 @@ class FeatureRing:
         for index in range(count):
             self._next_free[index] = sequence + (index - sequence) % count
 
-    def _wait(self, ready: Callable[[], bool], who: str) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
         started = time.monotonic()
-        with self._changed:
-            while not ready():
-                self._stop.check()
-                waited = time.monotonic() - started
-                if waited > self.place.stall_seconds:
-                    raise StalledError(
-                        f"{who} since {waited:.0f} s (limit --stall-seconds {self.place.stall_seconds:g}): the other "
-                        "side is dead or far slower; see the run's busy and waiting shares"
-                    )
-                self._changed.wait(POLL_SECONDS)
+        while True:
+            self._stop.check()
+            with self._changed:
+                if self._changed.wait_for(lambda: ready() or self._stop.failed, POLL_SECONDS):
+                    self._stop.check()
+                    return
+            check_stall(started, self.place.stall_seconds, what)
+            if meanwhile is not None:
+                meanwhile()
+
+
+def check_stall(started: float, limit: float, what: str) -> None:
+    """Bound a wait that began at `started` (time.monotonic).
+
+    Raises:
+        StalledError: it has taken longer than `limit` seconds; `what` says who waits for whom.
+    """
+    waited = time.monotonic() - started
+    if waited > limit:
+        raise StalledError(
+            f"{what} since {waited:.0f} s (limit --stall-seconds {limit:g}): the other side is dead or far slower; the "
+            "log's busy and waiting shares show which"
+        )
 
 
 @dataclass(slots=True)
@@ -133,6 +182,10 @@ class WaitClock:
     waiting_room: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
+
+    def begin(self) -> None:
+        """Work starts now: what building took is nobody's idle time."""
+        self.started = time.perf_counter()
 
     def input(self, since: float) -> None:
         self.waiting_input += time.perf_counter() - since

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.errors import StalledError
+from draftsmith.errors import DraftsmithError, StalledError
 from draftsmith.pipeline.assemble import Team
 from draftsmith.pipeline.buffers import POLL_SECONDS
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
@@ -65,9 +65,8 @@ class Chief:
         assert self._team is not None
         return self._team.drafters[0]
 
-    def after_step(self, step: int) -> None:
-        """Log, measure and save where this step is due."""
-        last = step >= self._rhythm.total_steps or self._stop.requested
+    def after_step(self, step: int, last: bool) -> None:
+        """Log, measure and save where this step is due, and always after the last."""
         if last or step % self._rhythm.log_every == 0:
             self._log(step)
         score: float | None = None
@@ -131,10 +130,17 @@ class Chief:
                 )
 
     def rescue(self) -> None:
-        """After a failure: keep the last whole step, where the first drafter still has one."""
-        if self._checkpoints is None or self._drafter.draws_done % self._drafter.plan.accumulation:
+        """After a failure: keep the last whole step, where the first drafter still has one.
+
+        A half-done step's gradients are not part of a checkpoint, so it doesn't matter where in a step it stood; its
+        own unforeseen error (out of memory, a lost device) leaves nothing to trust.
+        """
+        if self._team is None or self._checkpoints is None:
             return
-        if not self._stop.is_from(self._drafter.clock.name):
+        worker, error = self._team.chief_worker, self._stop.error
+        if self._stop.is_working(worker) or (self._stop.is_from(worker) and not isinstance(error, DraftsmithError)):
+            return
+        if self._drafter.step > 0:
             self.save()
 
     def save(self, score: float | None = None) -> None:
@@ -143,7 +149,7 @@ class Chief:
         drafter = self._drafter
         if drafter.step == self._last_saved:
             return
-        batch, draw = divmod(drafter.draws_done, drafter.plan.draws_per_batch)
+        batch, draw = divmod(drafter.step * drafter.plan.accumulation, drafter.plan.draws_per_batch)
         position = Position(step=drafter.step, batch=batch, draw=draw, metrics_bytes=self._writer.sync())
         self._checkpoints.save(position, score)
         self._last_saved = drafter.step

@@ -54,10 +54,14 @@ class DrafterTrainLoop:
         plan: DrawPlan,
         reducer: Reducer,
         stop: Stop,
-        after_step: Callable[[int], None],
+        after_step: Callable[[int, bool], None],
     ) -> None:
         self.clock = WaitClock(name)
+        self.step = 0
+        """Updates enqueued: what the weights are the result of, also in the middle of the next step."""
         self.draws_done = 0
+        self.ended = plan.total_steps == 0
+        """Whether the last step is done: the plan's, or the one that all drafters agreed to stop at."""
         self.stepper, self.plan = stepper, plan
         self._ring, self._reducer, self._stop, self._after_step = ring, reducer, stop, after_step
         self._feed = Feed(ring, stepper)
@@ -69,29 +73,38 @@ class DrafterTrainLoop:
             for _ in range((STEPS_IN_FLIGHT + 2) * plan.accumulation)
         ]
 
+    def start_at(self, step: int) -> None:
+        """Stand where a checkpoint of `step` was taken, the ring with it."""
+        self.step = step
+        self.draws_done = step * self.plan.accumulation
+        self.ended = step >= self.plan.total_steps
+        self._ring.start_at(self.next_sequence)
+
     @property
-    def step(self) -> int:
-        """Optimizer steps enqueued."""
-        return self.draws_done // self.plan.accumulation
+    def next_sequence(self) -> int:
+        """The batch of this drafter that its next draw is from."""
+        return self.draws_done // self.plan.draws_per_batch
 
     def run(self) -> None:
-        """Train until the last step, or until the run is asked to stop, at a step's end."""
-        while self.step < self.plan.total_steps:
-            if self._stop.requested and self.draws_done % self.plan.accumulation == 0:
-                return
-            self.consume(self.draws_done // self.plan.draws_per_batch)
+        """Train until the last step, or until a stop was asked for, at the end of a step that all drafters end with."""
+        self.clock.begin()
+        while not self.ended:
+            self.consume(self.next_sequence)
+        self._ring.close()
 
     def consume(self, sequence: int) -> None:
         """All remaining draws of one batch."""
         since = time.perf_counter()
-        self._feed.load(sequence)
+        self._feed.load(sequence, self.clock.name)
         self.clock.input(since)
         first = self.draws_done % self.plan.draws_per_batch
         for draw in range(first, self.plan.draws_per_batch):
             self._draw(self.plan.batch_number(sequence), draw)
             if draw == first:
                 self._feed.prefetch(sequence + 1, self.plan.num_sequences())
-            if self.draws_done % self.plan.accumulation == 0 and self._end_step():
+            if self.draws_done % self.plan.accumulation == 0:
+                self._end_step()
+            if self.ended:
                 break
         self.clock.tokens += self.stepper.inputs.batch.shape.num_tokens
 
@@ -102,13 +115,15 @@ class DrafterTrainLoop:
         self.stepper.accumulate()
         self.draws_done += 1
 
-    def _end_step(self) -> bool:
-        """Reduce, update, tell; True where training ends here."""
-        self._reducer.reduce(self.stepper.state)
+    def _end_step(self) -> None:
+        """Reduce, update, tell; the drafters agree here on whether it was the last step."""
+        is_last = self._stop.requested or self.step + 1 >= self.plan.total_steps
+        is_last = self._reducer.reduce(self.stepper.state, is_last)
         self.stepper.update()
+        self.step += 1
         self._throttle()
-        self._after_step(self.step)
-        return self.step >= self.plan.total_steps or self._stop.requested
+        self._after_step(self.step, is_last)
+        self.ended = is_last
 
     def _throttle(self) -> None:
         if not self.stepper.inputs.uniforms_T.is_cuda:
@@ -133,15 +148,15 @@ class Feed:
         self._drained: torch.cuda.Event | None = None
         self._copy_stream = torch.cuda.Stream(self._device) if self._through_host else None
 
-    def load(self, sequence: int) -> None:
+    def load(self, sequence: int, who: str) -> None:
         """Batch `sequence` into the step's input, ordered on the current stream."""
         if self._ahead is None:
-            slot = self._ring.receive(sequence)
+            slot = self._ring.receive(sequence, who)
             self._copy_slot(slot, self._inputs.batch)
             self._ring.release(sequence)
             return
         if self._ahead_sequence != sequence:
-            self._fetch(sequence)
+            self._fetch(sequence, who)
         assert self._arrived is not None
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
         self._inputs.batch.copy_(self._ahead, non_blocking=True)
@@ -152,12 +167,12 @@ class Feed:
     def prefetch(self, sequence: int, num_sequences: int) -> None:
         """Start the next batch's journey, if it is there already and there is one."""
         if self._ahead is not None and sequence < num_sequences and self._ring.has(sequence):
-            self._fetch(sequence)
+            self._fetch(sequence, "the drafter")
 
-    def _fetch(self, sequence: int) -> None:
+    def _fetch(self, sequence: int, who: str) -> None:
         assert self._ahead is not None
         assert self._copy_stream is not None
-        slot = self._ring.receive(sequence)
+        slot = self._ring.receive(sequence, who)
         if self._drained is not None:
             self._copy_stream.wait_event(self._drained)
         with torch.cuda.stream(self._copy_stream):

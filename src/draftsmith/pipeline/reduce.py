@@ -24,16 +24,20 @@ CHUNK = 1 << 24
 
 
 class Reducer(Protocol):
-    """Sums gradients and loss sums of all drafters in place; called once a step by each of them."""
+    """Sums gradients and loss sums of all drafters in place; called once a step by each of them.
 
-    def reduce(self, state: TrainState) -> None: ...
+    `is_last` says that this drafter would end with this step; the answer is whether any would. So all end together:
+    one that went on alone would wait for the others for ever.
+    """
+
+    def reduce(self, state: TrainState, is_last: bool) -> bool: ...
 
 
 class NoReduce:
     """A single drafter has nothing to add up."""
 
-    def reduce(self, state: TrainState) -> None:
-        return
+    def reduce(self, state: TrainState, is_last: bool) -> bool:
+        return is_last
 
 
 class LocalGroup:
@@ -43,6 +47,7 @@ class LocalGroup:
         self.states: list[TrainState | None] = [None] * num_drafters
         self.sent: list[Tensor | None] = [None] * num_drafters
         self.events: list[torch.cuda.Event | None] = [None] * num_drafters
+        self.ends = [False] * num_drafters
         self._barrier = threading.Barrier(num_drafters)
         self._stop = stop
         self._timeout = timeout
@@ -81,17 +86,21 @@ class LocalReducer:
         self.group, self.drafter = group, drafter
         gradient = state.parameters.grad_N
         self._scratch = torch.zeros(min(CHUNK, gradient.numel()), dtype=gradient.dtype, device=gradient.device)
+        self._piece = torch.zeros_like(self._scratch)
         self._sums = torch.zeros_like(state.sums)
+        self._piece_of_sums = torch.zeros_like(state.sums)
         group.states[drafter] = state
         group.sent[drafter] = torch.zeros_like(state.sums)
 
-    def reduce(self, state: TrainState) -> None:
+    def reduce(self, state: TrainState, is_last: bool) -> bool:
         """Leave the sum over drafters in `state.parameters.grad_N` and `state.sums`, equal bits on every drafter."""
         group, mine = self.group, self.drafter
         sent = group.sent[mine]
         assert sent is not None
         sent.copy_(state.sums)
+        group.ends[mine] = is_last
         group.meet(mine, "finish their gradients")
+        ends = any(group.ends)
         gradient = state.parameters.grad_N
         count = len(group.states)
         bounds = [gradient.numel() * index // count for index in range(count + 1)]
@@ -105,6 +114,7 @@ class LocalReducer:
                 share = slice(bounds[owner], bounds[owner + 1])
                 gradient[share].copy_(peer.parameters.grad_N[share], non_blocking=True)
         group.meet(mine, "copy the shares")
+        return ends
 
     def _add_share(self, low: int, high: int) -> None:
         """Own share [low, high): the drafters' gradients added in drafter order."""
@@ -121,12 +131,12 @@ class LocalReducer:
             elif piece.device == total.device:
                 total.add_(piece)
             else:
-                total.add_(piece.to(total.device, non_blocking=True))
+                total.add_(self._piece[: high - low].copy_(piece, non_blocking=True))
         kept.copy_(total)
 
     def _add_sums(self, state: TrainState) -> None:
         self._sums.zero_()
         for sent in self.group.sent:
             assert sent is not None
-            self._sums.add_(sent.to(self._sums.device, non_blocking=True))
+            self._sums.add_(self._piece_of_sums.copy_(sent, non_blocking=True))
         state.sums.copy_(self._sums)

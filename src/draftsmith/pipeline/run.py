@@ -30,12 +30,13 @@ from draftsmith.pipeline.assemble import Blueprint, Team, build_drafters, build_
 from draftsmith.pipeline.chief import Chief, Measure, Measured, Rhythm, idle_report, masters_on_cpu
 from draftsmith.pipeline.documents import prompt_of
 from draftsmith.pipeline.inputs import capture_features, claim_folder, start_drafter
+from draftsmith.pipeline.producing import Producer
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
 from draftsmith.pipeline.show import ProgressView, print_choices, train_text
 from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
-from draftsmith.pipeline.team import Producer, run_workers
+from draftsmith.pipeline.team import run_workers
 from draftsmith.target.model import load_target
 from draftsmith.train.checkpoint import Checkpoint, discard_after, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
@@ -195,6 +196,7 @@ def _train(stage: Stage, measure: Measure | None) -> tuple[Team, Chief]:
 
         chief = Chief(rhythm, writer, measure, show, stage.stop)
         team = _build_team(stage, order, store, chief.after_step)
+        stack.callback(team.close)
         state, extra = team.drafters[0].stepper.state, {"totals": team.drafters[0].stepper.inputs.totals}
         saver = stack.enter_context(CheckpointWriter(stage.run, config.checkpoint, state, stage.record, extra))
         if checkpoint is not None:
@@ -263,7 +265,10 @@ def capture_only(config: RunConfig, console: Console) -> Path:
 
 
 def _build_team(
-    stage: Stage, order: BatchOrder | None, store: tuple[Path, StoreIndex] | None, after_step: Callable[[int], None]
+    stage: Stage,
+    order: BatchOrder | None,
+    store: tuple[Path, StoreIndex] | None,
+    after_step: Callable[[int, bool], None],
 ) -> Team:
     """Rings, drafters, then targets, each compiled and captured before the next."""
     plan = Blueprint(
@@ -284,7 +289,7 @@ def _build_team(
     if store is not None:
         folder, index = store
         for number in range(len(stage.placement.targets)):
-            producers.append(ShardReadLoop(f"reader {number}", folder, index, rings, plan.seed, stage.stop))
+            producers.append(ShardReadLoop(f"reader {number}", folder, index, rings, plan.seed))
     else:
         assert order is not None
         assert stage.inputs.data is not None
@@ -297,12 +302,11 @@ def _build_team(
 
 
 def _continue(team: Team, checkpoint: Checkpoint, console: Console) -> None:
-    """Put every drafter and ring where the checkpoint was taken."""
+    """Put every drafter, and its ring, where the checkpoint was taken."""
     position = checkpoint.position
-    for drafter, ring in zip(team.drafters, team.rings, strict=True):
+    for drafter in team.drafters:
         restore(drafter.stepper.state, checkpoint, {"totals": drafter.stepper.inputs.totals})
-        drafter.draws_done = position.step * drafter.plan.accumulation
-        ring.start_at(drafter.draws_done // drafter.plan.draws_per_batch)
+        drafter.start_at(position.step)
     console.print(f"continuing from step {position.step:,} ({checkpoint.path.name})")
 
 

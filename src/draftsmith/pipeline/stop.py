@@ -16,7 +16,8 @@ class Stop:
     """Shared by all workers of a run.
 
     `fail` is called at a worker thread's edge with its error; the first one wins. `request` asks for an orderly end
-    (a signal): workers finish the step they are in. Waits call `check`, which raises only after a failure.
+    (a signal): the drafters agree on a step to end with, everybody else goes on until they have. Waits call `check`,
+    which raises only after a failure.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Stop:
         self._requested = threading.Event()
         self._error: BaseException | None = None
         self._worker = ""
+        self._working: set[str] = set()
         self._callbacks: list[Callable[[], None]] = []
 
     def on_failure(self, callback: Callable[[], None]) -> None:
@@ -42,6 +44,26 @@ class Stop:
     @property
     def failed(self) -> bool:
         return self._failed.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error."""
+        return self._error
+
+    def enter(self, worker: str) -> None:
+        """A worker's thread begins."""
+        with self._lock:
+            self._working.add(worker)
+
+    def leave(self, worker: str) -> None:
+        """A worker's thread ends, whichever way."""
+        with self._lock:
+            self._working.discard(worker)
+
+    def is_working(self, worker: str) -> bool:
+        """Whether that worker's thread still runs."""
+        with self._lock:
+            return worker in self._working
 
     def fail(self, worker: str, error: BaseException) -> None:
         """Note the first error and wake everybody."""

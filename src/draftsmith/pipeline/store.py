@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from draftsmith.errors import DataError
 from draftsmith.pipeline.buffers import FeatureRing, WaitClock
-from draftsmith.pipeline.stop import Stop
+from draftsmith.pipeline.producing import serve
 from draftsmith.records import BatchShape, FeatureBatch
 
-INDEX = "features.json"
+INDEX, TEMPORARY = "features.json", ".tmp"
 BY_TOKEN = ("token_ids_T", "loss_mask_T", "features_TFH", "last_hidden_TH")
 
 
@@ -87,6 +87,11 @@ def index_of(shape: BatchShape, num_batches: int, origin: Origin) -> StoreIndex:
     )
 
 
+def batch_tokens(num_tokens: Tensor) -> int:
+    """Used rows of a batch, on the host."""
+    return int(num_tokens.item())
+
+
 def shard_path(folder: Path, number: int) -> Path:
     return folder / f"batch-{number:06d}.safetensors"
 
@@ -106,7 +111,7 @@ class StoreWriter:
                     f"{folder} holds features of another capture ({', '.join(changed)} differ): give another --out"
                 )
         else:
-            if any(folder.iterdir()):
+            if any(item.name != INDEX + TEMPORARY for item in folder.iterdir()):
                 raise DataError(f"{folder} is not empty and holds no features: give another --out")
             _write_atomically(path, json.dumps(wanted, indent=1).encode())
         self.folder = folder
@@ -114,12 +119,12 @@ class StoreWriter:
 
     def write(self, number: int, batch: FeatureBatch) -> int:
         """Write batch `number`; returns its bytes."""
-        used = int(batch.num_tokens.item())
+        used = batch_tokens(batch.num_tokens)
         tensors: dict[str, Tensor] = {}
         for name, tensor in batch.tensors().items():
             tensors[name] = (tensor[:used] if name in BY_TOKEN else tensor).contiguous().cpu()
         path = shard_path(self.folder, number)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(path.name + TEMPORARY)
         save_file(tensors, temporary)
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -131,7 +136,7 @@ class StoreWriter:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY)
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
@@ -156,9 +161,12 @@ def read_index(folder: Path) -> StoreIndex:
     path = folder / INDEX
     if not path.exists():
         raise DataError(f"{folder} holds no captured features: run draftsmith capture --out {folder}")
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    values["taps"] = tuple(values["taps"])
-    index = StoreIndex(**values)
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values["taps"] = tuple(values["taps"])
+        index = StoreIndex(**values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} can't be read ({error}): capture again into a new folder") from error
     missing = [n for n in range(index.num_batches) if not shard_path(folder, n).with_suffix(".sha256").exists()]
     if missing:
         raise DataError(
@@ -177,23 +185,20 @@ def stored_batch(number: int, num_batches: int, seed: int) -> int:
 
 
 class ShardReadLoop:
-    """Takes a target's place: reads stored batches into the drafters' rings, in number order."""
+    """Takes a target's place: reads stored batches into the drafters' rings, in number order.
 
-    def __init__(
-        self, name: str, folder: Path, index: StoreIndex, rings: Sequence[FeatureRing], seed: int, stop: Stop
-    ) -> None:
+    The first time it reads a shard it compares its checksum; a run over several epochs pays for that once.
+    """
+
+    def __init__(self, name: str, folder: Path, index: StoreIndex, rings: Sequence[FeatureRing], seed: int) -> None:
         self.clock = WaitClock(name)
         self.requests: list[Callable[[], None]] = []
-        self._folder, self._index, self._rings, self._seed, self._stop = folder, index, rings, seed, stop
-        on_gpu = any(ring.place.device.type == "cuda" for ring in rings)
-        self._staging = FeatureBatch.allocate(index.shape, "cpu", pin=on_gpu)
+        self._folder, self._index, self._rings, self._seed = folder, index, rings, seed
+        self._checked: set[int] = set()
 
-    def run(self, numbers: Iterator[int]) -> None:
-        """Produce each number until they end or the run is asked to stop."""
-        for number in numbers:
-            if self._stop.requested:
-                return
-            self.produce(number)
+    def close(self) -> None:
+        """Holds nothing open between batches."""
+        return
 
     def produce(self, number: int) -> None:
         """Read batch `number` from its shard and hand it to its drafter's ring.
@@ -201,28 +206,34 @@ class ShardReadLoop:
         Raises:
             DataError: the shard is damaged.
         """
-        while self.requests:
-            self.requests.pop(0)()
-        path = shard_path(self._folder, stored_batch(number, self._index.num_batches, self._seed))
-        sequence, ring = number // len(self._rings), self._rings[number % len(self._rings)]
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"shard {path} is damaged ({error}): delete it and run draftsmith capture again") from error
+        tensors = self._read(stored_batch(number, self._index.num_batches, self._seed))
+        sequence, drafter = divmod(number, len(self._rings))
+        ring = self._rings[drafter]
         since = time.perf_counter()
-        slot = ring.acquire(sequence)
+        slot = ring.acquire(sequence, self.clock.name, lambda: serve(self.requests))
         self.clock.room(since)
-        for name, buffer in self._staging.tensors().items():
+        if slot.read is not None:
+            slot.read.synchronize()
+        for name, buffer in slot.batch.tensors().items():
             source = tensors[name]
             if name in BY_TOKEN:
                 buffer[: source.shape[0]].copy_(source)
                 buffer[source.shape[0] :].zero_()
             else:
                 buffer.copy_(source)
-        if slot.read is not None:
-            slot.read.synchronize()
-        slot.batch.copy_(self._staging)
         ring.publish(sequence)
-        used = int(self._staging.num_tokens.item())
+        used = batch_tokens(tensors["num_tokens"])
         self.clock.tokens += used
         self.clock.padded_tokens += used
+
+    def _read(self, stored: int) -> dict[str, Tensor]:
+        path = shard_path(self._folder, stored)
+        remedy = "delete it and run the same draftsmith capture again, it writes what is missing"
+        try:
+            if stored not in self._checked and not _is_whole(path):
+                raise DataError(f"shard {path} is damaged (it doesn't match its checksum): {remedy}")
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"shard {path} is damaged ({error}): {remedy}") from error
+        self._checked.add(stored)
+        return tensors

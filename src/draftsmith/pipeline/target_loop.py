@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from draftsmith.data.loader import BatchOrder
 from draftsmith.pipeline.buffers import FeatureRing, Slot, WaitClock
-from draftsmith.pipeline.stop import Stop
+from draftsmith.pipeline.producing import serve
 from draftsmith.records import BatchPlan, Document, FeatureBatch
 from draftsmith.target.capture import PackedCapture
 
 
 class TargetForwardLoop:
-    """One frozen target: takes its numbers in rising order, runs their forwards, copies into the drafters' rings.
+    """One frozen target: runs the forwards of its numbers in rising order, copies them into the drafters' rings.
 
     Two staging sets take turns, so that the forward of the next batch writes one while the other is still being copied
     out on a side stream. The ring assigns batch n to drafter n % drafters.
@@ -28,30 +28,24 @@ class TargetForwardLoop:
         order: BatchOrder,
         documents: Sequence[Document],
         rings: Sequence[FeatureRing],
-        stop: Stop,
     ) -> None:
         self.clock = WaitClock(name)
         self.requests: list[Callable[[], None]] = []
-        """Work that needs this target's thread (evaluation): done between two batches, in order of arrival."""
         self._stagings, self._order, self._documents = stagings, order, documents
-        self._rings, self._stop = rings, stop
+        self._rings = rings
         self._turn = 0
         self._checked = False
         device = stagings[0].device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: list[torch.cuda.Event | None] = [None] * len(stagings)
 
-    def run(self, numbers: Iterator[int]) -> None:
-        """Produce each number until they end or the run is asked to stop. The calling thread needs no grad state."""
-        for number in numbers:
-            if self._stop.requested:
-                return
-            self.produce(number)
+    def close(self) -> None:
+        """Take the hooks off the target."""
+        for staging in self._stagings:
+            staging.close()
 
     def produce(self, number: int) -> None:
-        """Run batch `number` and hand it to its drafter's ring."""
-        while self.requests:
-            self.requests.pop(0)()
+        """Run batch `number` and hand it to its drafter's ring. The calling thread needs no grad state."""
         plan = self._order.batch(number)
         index = self._turn % len(self._stagings)
         self._turn += 1
@@ -64,10 +58,10 @@ class TargetForwardLoop:
             self._stagings[index].check([self._documents[document] for document in plan.documents])
             self._checked = True
         self._count(plan)
-        sequence, drafter = divmod(number, len(self._rings))[0], number % len(self._rings)
+        sequence, drafter = divmod(number, len(self._rings))
         ring = self._rings[drafter]
         since = time.perf_counter()
-        slot = ring.acquire(sequence)
+        slot = ring.acquire(sequence, self.clock.name, lambda: serve(self.requests))
         self.clock.room(since)
         self._copied[index] = copy_out(batch, slot, self._copy_stream)
         ring.publish(sequence)

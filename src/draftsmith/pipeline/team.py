@@ -10,29 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from draftsmith.data.loader import shard_numbers
-from draftsmith.pipeline.buffers import WaitClock
+from draftsmith.pipeline.buffers import FeatureRing
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
+from draftsmith.pipeline.producing import Producer, run_producer
 from draftsmith.pipeline.stop import Stop, StoppedError
 
 JOIN_SECONDS = 0.2
 GRACE_SECONDS = 10.0
 """How long workers get to end after a failure before the run ends without them."""
-
-
-class Producer(Protocol):
-    """A TargetForwardLoop, or what stands in for it."""
-
-    clock: WaitClock
-    requests: list[Callable[[], None]]
-
-    def run(self, numbers: Iterator[int]) -> None: ...
-
-    def produce(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +41,7 @@ def make_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def first_number(drafters: list[DrafterTrainLoop]) -> int:
     """The first batch number that any drafter still needs."""
-    return min(loop.plan.batch_number(loop.draws_done // loop.plan.draws_per_batch) for loop in drafters)
+    return min(loop.plan.batch_number(loop.next_sequence) for loop in drafters)
 
 
 def last_number(drafters: list[DrafterTrainLoop]) -> int:
@@ -60,26 +49,32 @@ def last_number(drafters: list[DrafterTrainLoop]) -> int:
     return max(loop.plan.batch_number(loop.plan.num_sequences() - 1) for loop in drafters) + 1
 
 
-def split_loops(producers: list[Producer], drafters: list[DrafterTrainLoop]) -> list[Callable[[], None]]:
+def split_loops(
+    producers: list[Producer], drafters: list[DrafterTrainLoop], rings: list[FeatureRing], stop: Stop
+) -> list[Callable[[], None]]:
     """A loop per producer, which takes every n-th number, then one per drafter."""
-    start, stop = first_number(drafters), last_number(drafters)
+    first, last = first_number(drafters), last_number(drafters)
     loops: list[Callable[[], None]] = []
     for index, producer in enumerate(producers):
-        loops.append(_producing(producer, index, len(producers), start, stop))
+        numbers = shard_numbers(index, len(producers), first, last)
+        loops.append(_producing(producer, numbers, rings, stop))
     loops.extend(drafter.run for drafter in drafters)
     return loops
 
 
-def _producing(producer: Producer, index: int, count: int, start: int, stop: int) -> Callable[[], None]:
-    return lambda: producer.run(shard_numbers(index, count, start, stop))
+def _producing(producer: Producer, numbers: Iterator[int], rings: list[FeatureRing], stop: Stop) -> Callable[[], None]:
+    return lambda: run_producer(producer, numbers, rings, stop)
 
 
 def joint_loop(producer: Producer, drafter: DrafterTrainLoop, stop: Stop) -> Callable[[], None]:
     """Both roles in turns in one thread: make a batch, use it up, make the next."""
 
     def run() -> None:
-        while drafter.step < drafter.plan.total_steps and not stop.requested:
-            sequence = drafter.draws_done // drafter.plan.draws_per_batch
+        producer.clock.begin()
+        drafter.clock.begin()
+        while not drafter.ended:
+            stop.check()
+            sequence = drafter.next_sequence
             producer.produce(drafter.plan.batch_number(sequence))
             drafter.consume(sequence)
 
@@ -97,6 +92,21 @@ def run_workers(workers: list[Worker], stop: Stop, while_running: Callable[[], N
     ]
     for thread in threads:
         thread.start()
+    try:
+        _wait_for(threads, stop, while_running)
+    except BaseException as error:
+        stop.fail("the run's main thread", error)
+        _wait_for(threads, stop, _nothing)
+        raise
+    stop.raise_error()
+
+
+def _nothing() -> None:
+    return
+
+
+def _wait_for(threads: list[threading.Thread], stop: Stop, while_running: Callable[[], None]) -> None:
+    """Until all threads have ended, or ten seconds after a failure."""
     failed_at: float | None = None
     while any(thread.is_alive() for thread in threads):
         for thread in threads:
@@ -105,12 +115,12 @@ def run_workers(workers: list[Worker], stop: Stop, while_running: Callable[[], N
         if stop.failed:
             failed_at = failed_at or time.monotonic()
             if time.monotonic() - failed_at > GRACE_SECONDS:
-                break
-    stop.raise_error()
+                return
 
 
 def _guarded(worker: Worker, stop: Stop) -> None:
     """A worker's thread: its device, its stream, its loop; any error ends the run."""
+    stop.enter(worker.name)
     try:
         if worker.stream is None:
             worker.loop()
@@ -125,3 +135,5 @@ def _guarded(worker: Worker, stop: Stop) -> None:
         stop.fail(worker.name, error)
         if not isinstance(error, Exception):
             raise
+    finally:
+        stop.leave(worker.name)
