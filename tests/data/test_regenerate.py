@@ -113,6 +113,13 @@ def test_a_kill_loses_and_doubles_nothing(chats: Path, tmp_path: Path, torn: boo
         again.update(prompt.messages[-1]["content"] for prompt in prompts)
         return own(prompts)
 
+    if torn:
+        asked.clear()
+        asked["as if sixteen"] = 10
+        with pytest.raises(_KilledError):
+            regenerate(chats, out, dying, config)
+        assert all(json.loads(line) for line in partial.read_text().splitlines())
+        finished = len(partial.read_text().splitlines())
     report = regenerate(chats, out, counting, config)
     assert (report.rows_in, report.rows_out) == (23, 20)
     assert [row["messages"][0]["content"] for row in rows_of(out)] == [f"q{index}.0" for index in range(20)]
