@@ -19,10 +19,10 @@ from torch import Tensor
 from draftsmith.errors import ConfigError, DataError
 from draftsmith.records import Document
 
-OWN_BELOW = 0.15
+OWN_BELOW = 0.1
 """Nats a token under which rows count as the target's own; see docs/assumptions.md for the two measured
 distributions."""
-FOREIGN_ABOVE = 0.35
+FOREIGN_ABOVE = 0.25
 """Nats a token above which rows count as another's."""
 HISTOGRAM_EDGES = tuple(-1.0 + 0.25 * step for step in range(17))
 
