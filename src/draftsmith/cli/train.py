@@ -19,8 +19,9 @@ from draftsmith.pipeline.run import train as run_training
 ABOUT = """Train a DFlash drafter: conversations in, a drafter that vLLM and SGLang serve out, its acceptance measured.
 
 Bare `draftsmith train --target T --data chats.jsonl --out run` chooses everything else and says what it chose and why.
---recipe FILE.toml takes settings from a recipe, flags override it. --resume RUN continues a run. --dry-run does three
-real steps, a checkpoint, an export and a short evaluation in a temporary folder, then says whether all is well."""
+--recipe FILE.toml takes settings from a recipe, flags override it; --plan FILE.toml takes what draftsmith plan saved.
+--resume RUN continues a run. --dry-run does three real steps, a checkpoint, an export and a short evaluation in a
+temporary folder, then says whether all is well."""
 HONEST = (
     "This is a small run: a CPU sees too few labels to train a drafter from nothing, so it starts from the target's "
     "last layers. On a GPU the same command trains a real one."
@@ -29,16 +30,22 @@ HONEST = (
 
 def configure(arguments: Sequence[str], verb: str, about: str) -> tuple[RunConfig, list[str]]:
     """The RunConfig of a command line: recipe or run first, then flags; with the flags left of it."""
-    recipe, resumed = peek(arguments, "--recipe"), peek(arguments, "--resume")
-    if recipe is not None and resumed is not None:
+    # A plan is a recipe too: laid over the one it was made from, where both are named.
+    recipes = [path for path in (peek(arguments, "--recipe"), peek(arguments, "--plan")) if path is not None]
+    resumed = peek(arguments, "--resume")
+    if recipes and resumed is not None:
         raise ConfigError("--recipe and --resume contradict each other: a resumed run has its own settings")
-    rest = without(without(arguments, "--recipe"), "--resume")
+    rest = list(arguments)
+    for flag in ("--recipe", "--plan", "--resume"):
+        rest = without(rest, flag)
     default: RunConfig | None = None
-    if recipe is not None or resumed is not None:
-        tables = read_recipe(Path(recipe)) if recipe is not None else read_run(Path(str(resumed)))
+    if recipes or resumed is not None:
+        tables = read_run(Path(resumed)) if resumed is not None else {}
+        for path in recipes:
+            tables = merge(tables, read_recipe(Path(path)))
         if resumed is not None:
             tables = merge(tables, {"out": resumed, "resume": True})
-        default = build_config(merge(tables, _peeked(rest)), recipe or f"{resumed}'s config")
+        default = build_config(merge(tables, _peeked(rest)), recipes[-1] if recipes else f"{resumed}'s config")
     return parse(RunConfig, verb, rest, about, default), rest
 
 

@@ -1,0 +1,218 @@
+"""`draftsmith plan`: what a run will need and how fast it will go, from the target's config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftsmith.cli.parse import parse, peek, without
+from draftsmith.config import build_config, merge, read_recipe
+from draftsmith.data.buckets import choose_buckets, padding_waste
+from draftsmith.data.prepared import ACCOUNT_FILE, load_prepared
+from draftsmith.errors import ConfigError
+from draftsmith.pipeline.resolve import MAX_ANCHORS, SMALL_WIDTH, Choices, resolve_drafter
+from draftsmith.pipeline.run import RunConfig
+from draftsmith.plan.hardware import Hardware, parse_hardware, this_machine
+from draftsmith.plan.make import Asked, Plan, make_plan
+from draftsmith.plan.show import print_plan
+from draftsmith.plan.workload import Corpus, Job
+from draftsmith.records import BatchShape
+from draftsmith.target.weigh import TargetSize, weigh_target
+
+ABOUT = """Plan a run before it runs: memory of every GPU by buffer, tokens a second, the fastest split, hours, and
+what other choices would change. Reads the target's config only: no weights, no GPU.
+
+Takes every flag of train, and --recipe. --data takes a folder from draftsmith prepare; otherwise --tokens stands in.
+--save writes the plan as a recipe: draftsmith train --plan FILE runs it."""
+ASSUMED_PADDING, ASSUMED_FILL = 0.06, 0.96
+UNNAMED = "chats.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand:
+    """Hardware and data sizes, beside everything that train takes."""
+
+    run: RunConfig
+    hardware: str = ""
+    """Cards of one host: 8xh100, 7x96GB, or 7x96GB@250 with the TFLOP/s that one sustains."""
+    measure: bool = False
+    """Take this machine's GPUs and time a matrix product on one (seconds) instead of --hardware."""
+    hosts: int = 1
+    """Equal hosts, for runs under torchrun."""
+    link_gbps: float = 400.0
+    """Gigabits a second between hosts."""
+    tokens: int = 200_000_000
+    """Tokens of the data, where --data is not a prepared folder: 100,000 conversations of 2,000."""
+    supervised_share: float = 0.6
+    """Share of them that assistants wrote, likewise."""
+    save: str = ""
+    """Write the plan as a recipe to this file."""
+
+    def __post_init__(self) -> None:
+        if bool(self.hardware) == self.measure:
+            raise ConfigError("say what to plan for: either --hardware (8xh100, 7x96GB), or --measure on this machine")
+        if not 0 < self.supervised_share <= 1:
+            raise ConfigError(f"--supervised-share {self.supervised_share} is not between 0 and 1")
+
+
+def configure_plan(arguments: Sequence[str]) -> PlanCommand:
+    """The command from a recipe, if one is named, and flags.
+
+    Raises:
+        ConfigError: no target, or settings that contradict each other.
+    """
+    recipe = peek(arguments, "--recipe")
+    rest = without(arguments, "--recipe")
+    tables = read_recipe(Path(recipe)) if recipe is not None else {}
+    over: dict[str, Any] = {"out": peek(rest, "--out") or str(tables.get("out", "run"))}
+    asks_help = "-h" in rest or "--help" in rest
+    target = peek(rest, "--target") or ("smollm2" if asks_help else None)
+    if target is not None:
+        over["target"] = {"target": target}
+    elif "target" not in tables:
+        raise ConfigError("no target to plan for: give --target T (a hub id, a folder, configs/qwen3-8b) or --recipe")
+    if peek(rest, "--data") or "data" not in tables:
+        over["data"] = {"data": peek(rest, "--data") or UNNAMED}
+    run = build_config(merge(tables, over), recipe or "the command line")
+    hardware = peek(rest, "--hardware") or ("8xh100" if asks_help else "")
+    default = PlanCommand(run=run, hardware=hardware, measure="--measure" in rest)
+    return parse(PlanCommand, "plan", rest, ABOUT, default)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Print the plan; 1 where it doesn't fit."""
+    command = configure_plan(arguments)
+    console = Console()
+    made = plan_of(command)
+    print_plan(made, console)
+    if command.save:
+        path = Path(command.save)
+        path.write_text(plan_toml(command, made), encoding="utf-8")
+        console.print(f"saved: run it with draftsmith train --plan {path}", highlight=False)
+    return 0 if made.fits else 1
+
+
+def plan_of(command: PlanCommand) -> Plan:
+    """The plan of a parsed command."""
+    machine = _hardware(command)
+    job = job_of(command)
+    pipeline = command.run.pipeline
+    asked = Asked(
+        targets=0 if pipeline.targets == "auto" else pipeline.targets,
+        drafters=0 if pipeline.drafters == "auto" else pipeline.drafters,
+        joint=pipeline.colocate,
+    )
+    return make_plan(job, machine, asked)
+
+
+def _hardware(command: PlanCommand) -> Hardware:
+    if command.measure:
+        return this_machine(command.link_gbps)
+    return parse_hardware(command.hardware, command.hosts, command.link_gbps)
+
+
+def job_of(command: PlanCommand) -> Job:
+    """Sizes and rates of the run, as `draftsmith train` on GPUs would choose them."""
+    run = command.run
+    size = weigh_target(run.target)
+    # Without a tokenizer no reserved id is known of some families; any id serves a plan.
+    facts = size.facts
+    if not facts.reserved_token_ids:
+        facts = replace(facts, reserved_token_ids=(facts.vocab_size - 1,))
+    drafter = resolve_drafter(run.drafter, facts, Choices())
+    budget = _token_budget(run, size)
+    anchors = min(MAX_ANCHORS, budget // 32) if run.batch.anchors == "auto" else run.batch.anchors
+    shape = BatchShape(
+        num_tokens=budget,
+        num_documents=run.batch.max_documents,
+        num_taps=len(drafter.taps),
+        hidden_size=drafter.hidden_size,
+        dtype=torch.bfloat16,
+        last_hidden=run.loss.distilled,
+    )
+    return Job(
+        target=size,
+        drafter=drafter,
+        shape=shape,
+        corpus=_corpus(command),
+        num_anchors=anchors,
+        labels_per_token=run.batch.labels_per_token,
+        draws=0 if run.batch.draws_per_batch == "auto" else run.batch.draws_per_batch,
+        epochs=run.batch.epochs,
+        accumulation=run.batch.accumulation,
+        ring_slots=run.pipeline.ring_slots,
+        chunk_rows=run.loss.chunk_rows,
+        fp8=run.target.target_compute == "fp8",
+        checkpoint_layers=run.pipeline.checkpoint_layers,
+    )
+
+
+def _token_budget(run: RunConfig, size: TargetSize) -> int:
+    if run.batch.token_budget != "auto":
+        return run.batch.token_budget
+    return 16_384 if size.facts.hidden_size < SMALL_WIDTH else 49_152
+
+
+def _corpus(command: PlanCommand) -> Corpus:
+    """From a prepared folder, or as assumed."""
+    folder = Path(command.run.data.data)
+    if not (folder / ACCOUNT_FILE).is_file():
+        return Corpus(
+            tokens=command.tokens,
+            supervised=max(1, round(command.tokens * command.supervised_share)),
+            padding=ASSUMED_PADDING,
+            fill=ASSUMED_FILL,
+            source="assumed; prepare the data and give the folder as --data, or say --tokens",
+        )
+    data = load_prepared(folder)
+    buckets = choose_buckets(data.lengths, command.run.batch.num_buckets, 64)
+    return Corpus(
+        tokens=data.account.tokens,
+        supervised=data.account.supervised_tokens,
+        padding=padding_waste(data.lengths, buckets),
+        fill=ASSUMED_FILL,
+        source=str(folder),
+    )
+
+
+def plan_toml(command: PlanCommand, made: Plan) -> str:
+    """The plan as a recipe: what it decided, with its figures as comments."""
+    run, job, split = command.run, made.job, made.split
+    roles = "colocate = true" if split.joint else f"targets = {split.targets}\ndrafters = {split.drafters}"
+    if split.joint and made.hardware.num_gpus == 1:
+        roles = "# one GPU does both"
+    data = "" if run.data.data == UNNAMED else f'\n[data]\ndata = "{run.data.data}"\n'
+    return f"""# {job.target.facts.name} on {made.hardware.describe()}
+# expected: {split.rate:,.0f} tokens/s, {made.hours:.1f} hours, {max(role.total for role in split.memory) / 1e9:.0f} GB
+out = "{run.out}"
+
+[target]
+target = "{run.target.target}"
+target_compute = "{run.target.target_compute}"
+{data}
+[drafter]
+layers = {job.drafter.num_layers}
+block_size = {job.drafter.block_size}
+taps = {list(job.drafter.taps)}
+sliding_window = {job.drafter.sliding_window}
+full_layers = {run.drafter.full_layers}
+
+[loss]
+loss = "{run.loss.loss}"
+weights = "{run.loss.weights}"
+
+[batch]
+token_budget = {job.shape.num_tokens}
+anchors = {job.num_anchors}
+draws_per_batch = {job.draws_per_batch}
+accumulation = {job.accumulation}
+epochs = {float(job.epochs)}
+
+[pipeline]
+{roles}
+"""

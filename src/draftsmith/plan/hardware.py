@@ -1,0 +1,125 @@
+"""`--hardware 7x96GB` -> cards, counts, hosts and the link between them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from draftsmith.errors import ConfigError
+from draftsmith.plan.calibration import CARDS, PCIE_GBPS, Card
+
+WRITTEN = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?P<what>[a-z0-9.\-]+?)(?:@(?P<rate>[\d.]+))?", re.IGNORECASE)
+MEMORY = re.compile(r"(?P<gb>\d+(?:\.\d+)?)gb", re.IGNORECASE)
+MATRIX = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Equal hosts of equal cards."""
+
+    card: Card
+    per_host: int
+    hosts: int = 1
+    link_gbps: float = 400.0
+    """Gigabits a second from each host to the others."""
+
+    def __post_init__(self) -> None:
+        if self.per_host < 1 or self.hosts < 1:
+            raise ConfigError(
+                f"{self.hosts} hosts of {self.per_host} GPUs: both must be 1 or more (--hosts, --hardware)"
+            )
+        if self.link_gbps <= 0:
+            raise ConfigError(f"--link-gbps {self.link_gbps:g} is not above 0")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.per_host * self.hosts
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes a second over a host's link."""
+        return self.link_gbps * 1e9 / 8
+
+    def describe(self) -> str:
+        per = f"{self.per_host} x {self.card.name} ({self.card.memory / 1e9:.0f} GB, {self.card.tflops:.0f} TFLOP/s)"
+        return per if self.hosts == 1 else f"{self.hosts} hosts of {per}, {self.link_gbps:g} Gbit/s"
+
+
+def parse_hardware(text: str, hosts: int = 1, link_gbps: float = 400.0) -> Hardware:
+    """`8xh100`, `h200`, `7x96GB` (rate of the known card nearest in memory), `7x96GB@250` (TFLOP/s), `2xh100@600`.
+
+    Raises:
+        ConfigError: neither a known card nor an amount of memory.
+    """
+    found = WRITTEN.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"--hardware {text!r} isn't like 8xh100, 7x96GB or 7x96GB@250: {_known()}")
+    card = _card_of(found["what"], text)
+    if found["rate"]:
+        rate = float(found["rate"])
+        if rate <= 0:
+            raise ConfigError(f"--hardware {text!r}: a rate of {rate:g} TFLOP/s is not above 0")
+        card = replace(card, tflops=rate, source="given")
+    return Hardware(card=card, per_host=int(found["count"] or 1), hosts=hosts, link_gbps=link_gbps)
+
+
+def _known() -> str:
+    return f"known cards are {', '.join(card.name for card in CARDS)}, or give memory as 96GB"
+
+
+def _card_of(what: str, text: str) -> Card:
+    memory = MEMORY.fullmatch(what)
+    if memory is None:
+        known = {card.name: card for card in CARDS}
+        if what.lower() not in known:
+            raise ConfigError(f"--hardware {text!r}: no card named {what!r}: {_known()}")
+        return known[what.lower()]
+    size = round(float(memory["gb"]) * 1e9)
+    like = min(CARDS, key=lambda card: abs(card.memory - size))
+    source = f"assumed like {like.name}; say {what}@{like.tflops:.0f} with your own"
+    # Whether cards that are known by memory alone reach each other isn't known: features go through the host.
+    return Card(name=what.upper(), memory=size, tflops=like.tflops, peer_gbps=PCIE_GBPS, fp8=like.fp8, source=source)
+
+
+def this_machine(link_gbps: float = 400.0, seconds: float = 2.0) -> Hardware:
+    """The visible GPUs with the matrix rate that the first sustains for `seconds` (takes that long).
+
+    Raises:
+        ConfigError: no GPU to measure.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("--measure needs a GPU and none is visible: name the cards with --hardware")
+    properties = cast(Any, torch.cuda.get_device_properties(0))
+    count = torch.cuda.device_count()
+    peers = count > 1 and torch.cuda.can_device_access_peer(0, 1)
+    card = Card(
+        name=str(properties.name).lower(),
+        memory=int(properties.total_memory),
+        tflops=measure_rate(seconds),
+        peer_gbps=300.0 if peers else PCIE_GBPS,
+        fp8=(properties.major, properties.minor) >= (8, 9),
+        source="measured now",
+    )
+    return Hardware(card=card, per_host=count, link_gbps=link_gbps)
+
+
+def measure_rate(seconds: float) -> float:
+    """TFLOP/s of bf16 products of 8192-cubes back to back on the current GPU."""
+    a = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
+    b, out = torch.randn_like(a), torch.empty_like(a)
+
+    def spent(repeats: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / repeats
+
+    spent(3)
+    once = spent(10)
+    return 2 * MATRIX**3 / spent(max(10, round(seconds / once))) / 1e12

@@ -1,0 +1,172 @@
+"""A whole plan: the split that is asked for or fastest, what it costs, and what each change would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from draftsmith.errors import ConfigError
+from draftsmith.plan.hardware import Hardware
+from draftsmith.plan.split import (
+    Crossing,
+    Split,
+    all_splits,
+    evaluate_joint,
+    evaluate_split,
+    network,
+    peak_memory,
+    reduce_seconds,
+)
+from draftsmith.plan.workload import Job, draw_seconds, regenerate_seconds
+
+IDLE_LIMIT = 0.15
+"""A role that would idle more is worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A split that a recipe or the flags fix; zeros leave it open."""
+
+    targets: int = 0
+    drafters: int = 0
+    joint: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.targets or self.drafters or self.joint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What one different choice would do."""
+
+    name: str
+    why: str
+    split: Split
+    hours: float
+    density: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that `draftsmith plan` says."""
+
+    job: Job
+    hardware: Hardware
+    split: Split
+    fastest: Split
+    hours: float
+    gpu_hours: float
+    regenerate_hours: float
+    draw_ms: float
+    reduce_ms: float
+    crossing: Crossing
+    changes: tuple[Change, ...]
+    store_bytes: float
+    """Of one epoch's features on disk."""
+
+    @property
+    def fits(self) -> bool:
+        return self.split.fits
+
+    def remarks(self) -> list[str]:
+        """What a person should know before starting, each with what would help."""
+        said: list[str] = []
+        card = self.hardware.card
+        if not self.split.fits:
+            fullest = max(self.split.memory, key=lambda role: role.total)
+            said.append(
+                f"doesn't fit: a GPU for {fullest.role} needs {fullest.total / 1e9:.1f} GB of {card.memory / 1e9:.1f}: "
+                "fewer --anchors, a smaller --token-budget, --checkpoint-layers, or features on disk (draftsmith capture)"
+            )
+        elif peak_memory(self.split) > 0.95 * card.memory:
+            said.append("fits within 5% of the card: anything else on the GPU would break it")
+        if self.split.idle_targets > IDLE_LIMIT:
+            said.append(
+                f"targets would idle {self.split.idle_targets:.0%}: more drafters (--drafters), or fewer labels "
+                "(--labels-per-token)"
+            )
+        if self.split.idle_drafters > IDLE_LIMIT:
+            said.append(
+                f"drafters would idle {self.split.idle_drafters:.0%}: more targets (--targets), more labels "
+                "(--labels-per-token), or --target-compute fp8"
+            )
+        if self.fastest.rate > 1.05 * self.split.rate:
+            gain = self.fastest.rate / self.split.rate - 1
+            said.append(f"{self.fastest.describe()} would be {gain:.0%} faster than what is asked for")
+        if self.crossing.limit < 1.05 * self.split.rate:
+            said.append(
+                f"the network is the limit ({self.crossing.host}): a faster link, or drafters spread over hosts, "
+                "or features captured to a shared disk"
+            )
+        return said
+
+
+def choose_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
+    """The split that is asked for, or the fastest that fits (the fastest at all where none does).
+
+    Raises:
+        ConfigError: more workers than GPUs.
+    """
+    count = hardware.num_gpus
+    if asked.is_open:
+        return all_splits(job, hardware)[0]
+    if asked.joint:
+        return evaluate_joint(job, hardware)
+    drafters = asked.drafters or count - asked.targets
+    targets = asked.targets or count - asked.drafters
+    if targets + drafters > count or min(targets, drafters) < 1:
+        raise ConfigError(
+            f"{targets} targets and {drafters} drafters don't share {count} GPUs: change --targets, --drafters or "
+            "--hardware"
+        )
+    return evaluate_split(job, hardware, targets, drafters)
+
+
+def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
+    """Plan `job` on `hardware`."""
+    split = choose_split(job, hardware, asked)
+    hours = job.epochs * job.corpus.tokens / split.rate / 3600
+    regenerate = regenerate_seconds(job, hardware.card, hardware.num_gpus) / 3600
+    return Plan(
+        job=job,
+        hardware=hardware,
+        split=split,
+        fastest=all_splits(job, hardware)[0],
+        hours=hours,
+        gpu_hours=hours * hardware.num_gpus,
+        regenerate_hours=regenerate,
+        draw_ms=1e3 * draw_seconds(job, hardware.card),
+        reduce_ms=1e3 * reduce_seconds(job, hardware, split.drafters),
+        crossing=network(job, hardware, split.targets, split.drafters),
+        changes=tuple(_changes(job, hardware, split)),
+        store_bytes=job.corpus.tokens / job.batch_tokens * job.shape.num_bytes,
+    )
+
+
+def _changes(job: Job, hardware: Hardware, split: Split) -> list[Change]:
+    """The plan with one thing changed at a time, each on its own best split."""
+    anchors = job.num_anchors
+    half = max(1, job.draws_per_batch // 2)
+    jobs = [
+        ("twice the anchors", "half the draws, more memory", replace(job, num_anchors=2 * anchors, draws=half)),
+        ("half the anchors", "twice the draws, less memory", _fewer_anchors(job)),
+        ("half the density", "fewer labels a token", replace(job, labels_per_token=job.labels_per_token / 2, draws=0)),
+        ("twice the density", "more labels a token", replace(job, labels_per_token=job.labels_per_token * 2, draws=0)),
+    ]
+    if not job.checkpoint_layers:
+        jobs.append(("--checkpoint-layers", "activations again in backward", replace(job, checkpoint_layers=True)))
+    if hardware.card.fp8 and not job.fp8:
+        jobs.append(("--target-compute fp8", "the target's products in 8 bits", replace(job, fp8=True)))
+    changes = [_change(name, why, changed, all_splits(changed, hardware)[0]) for name, why, changed in jobs]
+    if hardware.hosts == 1 and not split.joint:
+        changes.append(_change("--colocate", "both roles on every GPU", job, evaluate_joint(job, hardware)))
+    return changes
+
+
+def _fewer_anchors(job: Job) -> Job:
+    return replace(job, num_anchors=max(1, job.num_anchors // 2), draws=2 * job.draws_per_batch)
+
+
+def _change(name: str, why: str, job: Job, split: Split) -> Change:
+    hours = job.epochs * job.corpus.tokens / split.rate / 3600
+    return Change(name=name, why=why, split=split, hours=hours, density=job.density)

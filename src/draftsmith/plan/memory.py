@@ -1,0 +1,154 @@
+"""Every buffer of a worker by name and size: what a GPU of each role holds from warm-up to the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.drafter.loss import LossSums
+from draftsmith.plan.calibration import CONTEXT_BYTES, POOL_SLACK, Card
+from draftsmith.plan.workload import Job, drafter_parameters
+
+BF16, FP32 = 2, 4
+FORWARDS_PER_BATCH = 4
+"""A forward of the target holds at most a quarter of a batch (`data.buckets.OrderConfig`)."""
+STAGING_SETS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A named piece of memory."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """What one GPU of a role holds."""
+
+    role: str
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(buffer.bytes for buffer in self.buffers)
+
+    def fits(self, card: Card) -> bool:
+        return self.total <= card.memory
+
+
+def ends_bytes(job: Job) -> int:
+    return job.target.ends * BF16
+
+
+def state_buffers(job: Job) -> list[Buffer]:
+    """Weights of the drafter in all their forms, and the target's ends beside them."""
+    count = drafter_parameters(job.drafter)
+    return [
+        Buffer(name="masters", bytes=count * FP32, why=f"{count / 1e9:.2f}B parameters, fp32"),
+        Buffer(name="gradients", bytes=count * FP32, why="fp32, one flat buffer"),
+        Buffer(name="moments", bytes=2 * count * FP32, why="AdamW, two of fp32"),
+        Buffer(name="shadow", bytes=count * BF16, why="bf16 weights that compute"),
+    ]
+
+
+def batch_why(job: Job) -> str:
+    kinds = f"{job.shape.num_taps} taps" + (" and the last hidden state" if job.shape.last_hidden else "")
+    return f"{job.shape.num_tokens:,} tokens x {job.shape.hidden_size:,} x {kinds}"
+
+
+def activation_bytes(job: Job) -> int:
+    """Kept from forward to backward by a draw, apart from the logits: what the graphs' pool is mostly made of.
+
+    Per block row and layer: the residual stream and its norm, twice; queries before and after rotation and the
+    attention's output; own keys and values; gate, up and their product. Per context token and layer: keys, rotated
+    keys, values, and both beside the block's. Once: the context before and after its norm, its gradient; the
+    block's embedding, the last hidden state and its gradient; the weights' gradients in bf16 before they are added up.
+    """
+    d = job.drafter
+    rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
+    heads, keys = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    per_row = 4 * H + 3 * heads + 2 * keys + 3 * d.intermediate_size
+    kept = 1 if job.checkpoint_layers else d.num_layers
+    stream = rows * H * (d.num_layers if job.checkpoint_layers else 0)
+    context = tokens * (5 * keys * kept + 3 * H)
+    once = rows * 3 * H + drafter_parameters(d)
+    return BF16 * (rows * per_row * kept + stream + context + once)
+
+
+def chunk_bytes(job: Job) -> int:
+    """Logits of a chunk in bf16 and fp32 and their gradient (twice with a teacher)."""
+    rows = max(1, job.chunk_rows // job.drafter.block_size) * job.drafter.block_size
+    return rows * job.drafter.vocab_size * (BF16 + FP32 + FP32) * (2 if job.shape.last_hidden else 1)
+
+
+def graph_buffers(job: Job) -> list[Buffer]:
+    """What a captured step reads and its pool."""
+    d = job.drafter
+    small = job.shape.num_tokens * FP32 + LossSums.num_sums(d.block_size) * 2 * FP32
+    activations, chunk = activation_bytes(job), chunk_bytes(job)
+    slack = round((activations + chunk) * (POOL_SLACK - 1))
+    return [
+        Buffer(name="graph input", bytes=job.shape.num_bytes + small, why=f"one batch: {batch_why(job)}"),
+        Buffer(
+            name="activations",
+            bytes=activations,
+            why=f"{job.num_anchors:,} anchors x {d.block_size}, {d.num_layers} layers"
+            + (", recomputed" if job.checkpoint_layers else ""),
+        ),
+        Buffer(name="logits chunk", bytes=chunk, why=f"{job.chunk_rows:,} rows x {d.vocab_size:,}"),
+        Buffer(name="pool slack", bytes=slack, why="gaps in the graphs' pool"),
+    ]
+
+
+def target_buffers(job: Job) -> list[Buffer]:
+    """The frozen target's weights and what its forward needs. 8-bit weights take a byte, embeddings stay in bf16."""
+    facts = job.target.facts
+    inner = job.target.total - job.target.ends
+    weights = inner * (1 if job.fp8 else BF16) + ends_bytes(job)
+    tokens = job.shape.num_tokens // FORWARDS_PER_BATCH
+    heads = facts.num_heads * facts.head_dim + 2 * facts.num_kv_heads * facts.head_dim
+    forward = tokens * (4 * facts.hidden_size + 2 * heads + 3 * facts.intermediate_size) * BF16
+    return [
+        Buffer(
+            name="target weights", bytes=weights, why=f"{job.target.total / 1e9:.1f}B" + (", fp8" if job.fp8 else "")
+        ),
+        Buffer(
+            name="staging",
+            bytes=STAGING_SETS * job.shape.num_bytes,
+            why=f"{STAGING_SETS} batches, filled while the last is sent",
+        ),
+        Buffer(name="forward", bytes=forward, why=f"one layer's activations of {tokens:,} tokens"),
+    ]
+
+
+def context_buffer() -> Buffer:
+    return Buffer(name="CUDA context", bytes=CONTEXT_BYTES, why="driver, libraries, workspaces")
+
+
+def ring_buffer(job: Job, slots: int, where: str) -> Buffer:
+    return Buffer(name="ring", bytes=slots * job.shape.num_bytes, why=f"{slots} waiting batch(es), {where}")
+
+
+def ends_buffer(job: Job) -> Buffer:
+    return Buffer(name="embedding and head", bytes=ends_bytes(job), why="the target's own, bf16, frozen")
+
+
+def drafter_memory(job: Job, ring_here: bool) -> RoleMemory:
+    """A GPU that only trains; `ring_here` where targets write straight into its memory."""
+    ring = [ring_buffer(job, job.ring_slots, "written by targets")] if ring_here else []
+    buffers = [*state_buffers(job), ends_buffer(job), *ring, *graph_buffers(job), context_buffer()]
+    return RoleMemory(role="the drafter", buffers=tuple(buffers))
+
+
+def target_memory(job: Job) -> RoleMemory:
+    """A GPU that only runs the target."""
+    return RoleMemory(role="the target", buffers=(*target_buffers(job), context_buffer()))
+
+
+def joint_memory(job: Job) -> RoleMemory:
+    """A GPU that does both in turns: the ends are shared, one batch waits at a time."""
+    ring = ring_buffer(job, 1, "between the two roles")
+    buffers = [*target_buffers(job), *state_buffers(job), ring, *graph_buffers(job), context_buffer()]
+    return RoleMemory(role="both roles", buffers=tuple(buffers))

@@ -1,0 +1,144 @@
+"""How N GPUs share the work: every split's rate, who idles, and what crosses the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.plan.calibration import Card
+from draftsmith.plan.hardware import Hardware
+from draftsmith.plan.memory import FP32, RoleMemory, drafter_memory, joint_memory, target_memory
+from draftsmith.plan.workload import Job, drafter_parameters, drafter_rate, target_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One way to use the GPUs. `joint` has both roles on every GPU: `targets` and `drafters` then both count all."""
+
+    targets: int
+    drafters: int
+    joint: bool
+    rate: float
+    """Tokens a second of the whole, counted once however often a batch is drawn from."""
+    target_rate: float
+    """What all targets together could do if they never waited."""
+    drafter_rate: float
+    """Likewise, all drafters."""
+    memory: tuple[RoleMemory, ...]
+    fits: bool
+
+    @property
+    def idle_targets(self) -> float:
+        return 0.0 if self.joint else 1.0 - self.rate / self.target_rate
+
+    @property
+    def idle_drafters(self) -> float:
+        return 0.0 if self.joint else 1.0 - self.rate / self.drafter_rate
+
+    def describe(self) -> str:
+        return f"both roles on {self.targets}" if self.joint else f"{self.targets} target + {self.drafters} drafter"
+
+
+def reduce_seconds(job: Job, hardware: Hardware, num_drafters: int) -> float:
+    """Averaging one flat fp32 gradient buffer over the drafters (a ring: 2 (n-1)/n of it leaves and enters each)."""
+    if num_drafters < 2:
+        return 0.0
+    volume = 2 * (num_drafters - 1) / num_drafters * FP32 * drafter_parameters(job.drafter)
+    slowest = hardware.card.peer_gbps * 1e9
+    if num_drafters > hardware.per_host:
+        slowest = min(slowest, hardware.link_bytes)
+    return volume / slowest
+
+
+def evaluate_split(job: Job, hardware: Hardware, targets: int, drafters: int) -> Split:
+    """A split into roles."""
+    card = hardware.card
+    produced = targets * target_rate(job, card)
+    consumed = drafters * drafter_rate(job, card, reduce_seconds(job, hardware, drafters))
+    memory = (target_memory(job), drafter_memory(job, ring_here=card.has_peers or hardware.hosts > 1))
+    crossing = network(job, hardware, targets, drafters)
+    rate = min(produced, consumed, crossing.limit)
+    return Split(
+        targets=targets,
+        drafters=drafters,
+        joint=False,
+        rate=rate,
+        target_rate=produced,
+        drafter_rate=consumed,
+        memory=memory,
+        fits=all(role.fits(card) for role in memory),
+    )
+
+
+def evaluate_joint(job: Job, hardware: Hardware) -> Split:
+    """Both roles on every GPU, in turns."""
+    card, count = hardware.card, hardware.num_gpus
+    produced = count * target_rate(job, card)
+    consumed = count * drafter_rate(job, card, reduce_seconds(job, hardware, count))
+    memory = (joint_memory(job),)
+    return Split(
+        targets=count,
+        drafters=count,
+        joint=True,
+        rate=1.0 / (1.0 / produced + 1.0 / consumed),
+        target_rate=produced,
+        drafter_rate=consumed,
+        memory=memory,
+        fits=memory[0].fits(card),
+    )
+
+
+def all_splits(job: Job, hardware: Hardware) -> list[Split]:
+    """Every way to use all GPUs, fastest first, those that fit before those that don't.
+
+    Several hosts have no joint form: the distributed channel gives every process one role.
+    """
+    count = hardware.num_gpus
+    splits = [evaluate_split(job, hardware, targets, count - targets) for targets in range(1, count)]
+    if hardware.hosts == 1:
+        splits.append(evaluate_joint(job, hardware))
+    return sorted(splits, key=lambda split: (not split.fits, -split.rate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """Features over the network, per second and at the busiest host; zero on one host."""
+
+    bytes_per_token: float
+    host: str
+    """Which host's link is busiest, and which way."""
+    share: float
+    """Of all tokens, those that pass that link."""
+    limit: float
+    """Tokens a second at which that link is full."""
+
+
+def network(job: Job, hardware: Hardware, targets: int, drafters: int) -> Crossing:
+    """What a split sends between hosts: ranks in order, targets first, so drafters fill the last hosts.
+
+    Batches go round: batch n comes from target n mod targets and goes to drafter n mod drafters, so each drafter
+    hears equally from every target, on its own host or not.
+    """
+    per_token = job.shape.num_bytes / job.batch_tokens
+    if hardware.hosts == 1:
+        return Crossing(bytes_per_token=per_token, host="none", share=0.0, limit=float("inf"))
+    busiest, where = 0.0, "none"
+    for host in range(hardware.hosts):
+        first = host * hardware.per_host
+        mine = min(max(targets - first, 0), hardware.per_host)
+        theirs = min(hardware.per_host - mine, drafters)
+        incoming = theirs / drafters * (targets - mine) / targets
+        outgoing = mine / targets * (drafters - theirs) / drafters
+        for share, way in ((incoming, "in"), (outgoing, "out")):
+            if share > busiest:
+                busiest, where = share, f"host {host}, {way}"
+    limit = hardware.link_bytes / (busiest * per_token) if busiest else float("inf")
+    return Crossing(bytes_per_token=per_token, host=where, share=busiest, limit=limit)
+
+
+def peak_memory(split: Split) -> int:
+    return max(role.total for role in split.memory)
+
+
+def best_card_use(split: Split, card: Card) -> float:
+    """Share of the card that the fullest role uses."""
+    return peak_memory(split) / card.memory

@@ -1,0 +1,151 @@
+"""What a run computes: operations of a draw and of a target token, and rates from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.drafter.model import DrafterConfig
+from draftsmith.errors import ConfigError
+from draftsmith.plan.calibration import (
+    DECODE_SHARE,
+    DRAFTER_SHARE,
+    TARGET_DENSE_SHARE,
+    TARGET_FP8_SHARE,
+    TARGET_HYBRID_SHARE,
+    Card,
+)
+from draftsmith.records import BatchShape
+from draftsmith.target.weigh import TargetSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The data in numbers, over one epoch."""
+
+    tokens: int
+    supervised: int
+    padding: float
+    """Share of the target's forward tokens that are padding."""
+    fill: float
+    """Share of a batch's places that hold a token."""
+    source: str
+    """Where the numbers come from, for the reader."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.supervised <= self.tokens:
+            raise ConfigError(
+                f"{self.supervised:,} supervised of {self.tokens:,} tokens is no data to plan for: give --tokens above "
+                "0 and --supervised-share between 0 and 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run to plan: what it trains, on what, how often."""
+
+    target: TargetSize
+    drafter: DrafterConfig
+    shape: BatchShape
+    corpus: Corpus
+    num_anchors: int
+    labels_per_token: float
+    draws: int
+    """Draws from a batch; 0 follows `labels_per_token`."""
+    epochs: float
+    accumulation: int
+    ring_slots: int
+    chunk_rows: int
+    fp8: bool
+    checkpoint_layers: bool
+
+    @property
+    def batch_tokens(self) -> float:
+        """Tokens that a batch really holds."""
+        return self.shape.num_tokens * self.corpus.fill
+
+    @property
+    def draws_per_batch(self) -> int:
+        if self.draws:
+            return self.draws
+        supervised = self.batch_tokens * self.corpus.supervised / self.corpus.tokens
+        return max(1, round(self.labels_per_token * supervised / self.labels_per_draw))
+
+    @property
+    def labels_per_draw(self) -> int:
+        return self.num_anchors * (self.drafter.block_size - 1)
+
+    @property
+    def density(self) -> float:
+        """Labels that a supervised token really gets per visit."""
+        supervised = self.batch_tokens * self.corpus.supervised / self.corpus.tokens
+        return self.draws_per_batch * self.labels_per_draw / supervised
+
+    @property
+    def num_steps(self) -> float:
+        """Draws over the whole run (divide by drafters and accumulation for optimizer steps)."""
+        return self.epochs * self.corpus.tokens / self.batch_tokens * self.draws_per_batch
+
+
+def layer_parameters(drafter: DrafterConfig) -> int:
+    """Matrix elements of one drafter layer that block rows pass through."""
+    H = drafter.hidden_size
+    heads, keys = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
+    return 2 * H * heads + 2 * H * keys + 3 * H * drafter.intermediate_size
+
+
+def drafter_parameters(drafter: DrafterConfig) -> int:
+    """All trained elements: layers with their norms, `fc`, the two outer norms."""
+    H = drafter.hidden_size
+    layer = layer_parameters(drafter) + 2 * H + 2 * drafter.head_dim
+    return drafter.num_layers * layer + len(drafter.taps) * H * H + 2 * H
+
+
+def draw_flops(job: Job) -> float:
+    """Model operations of a draw, attention left out: layers, context keys and values, fc, head.
+
+    6 per parameter and row forward and backward (8 where layers are recomputed); `fc` needs no gradient of its input;
+    the frozen head is read twice (a teacher adds one more product).
+    """
+    d = job.drafter
+    rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
+    passes = 8 if job.checkpoint_layers else 6
+    layers = passes * rows * d.num_layers * layer_parameters(d)
+    context = passes * tokens * d.num_layers * 2 * H * d.num_kv_heads * d.head_dim
+    head = (6 if job.shape.last_hidden else 4) * rows * H * d.vocab_size
+    return layers + context + 4 * tokens * len(d.taps) * H * H + head
+
+
+def target_flops(job: Job) -> float:
+    """Operations of the target for one token, attention left out: 2 per parameter passed, up to the last tap."""
+    layers = job.target.layers if job.shape.last_hidden else job.target.layers[: job.drafter.taps[-1] + 1]
+    return 2.0 * sum(layers)
+
+
+def draw_seconds(job: Job, card: Card) -> float:
+    """One captured draw with its update."""
+    return draw_flops(job) / (DRAFTER_SHARE * card.tflops * 1e12)
+
+
+def target_share(job: Job) -> float:
+    """Of the card's matrix rate, what the target's forward reaches."""
+    if "linear_attention" in job.target.facts.layer_types:
+        return TARGET_HYBRID_SHARE * (TARGET_FP8_SHARE / TARGET_DENSE_SHARE if job.fp8 else 1.0)
+    return TARGET_FP8_SHARE if job.fp8 else TARGET_DENSE_SHARE
+
+
+def target_rate(job: Job, card: Card) -> float:
+    """Real tokens a second of one target worker; what is padded costs, but doesn't count."""
+    padded = target_share(job) * card.tflops * 1e12 / target_flops(job)
+    return padded * (1.0 - job.corpus.padding)
+
+
+def drafter_rate(job: Job, card: Card, reduce_seconds: float = 0.0) -> float:
+    """Real tokens a second of one drafter: a batch, used `draws_per_batch` times, an average of gradients per step."""
+    steps = job.draws_per_batch / job.accumulation
+    return job.batch_tokens / (job.draws_per_batch * draw_seconds(job, card) + steps * reduce_seconds)
+
+
+def regenerate_seconds(job: Job, card: Card, num_gpus: int) -> float:
+    """To write every supervised token anew with the target itself on all GPUs."""
+    flops = 2.0 * (sum(job.target.layers) + job.target.ends / 2)
+    return job.corpus.supervised * flops / (DECODE_SHARE * card.tflops * 1e12 * num_gpus)

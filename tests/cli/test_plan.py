@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli.plan import PlanCommand, configure_plan, job_of, plan, plan_of, plan_toml
+from draftsmith.cli.train import configure
+from draftsmith.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+HARDWARE = {
+    "quickstart": "rtx4090",
+    "smollm2-gpu": "rtx4090",
+    "qwen3-8b-1gpu": "h100",
+    "adapt-stock-drafter": "h100",
+    "qwen3-8b-8gpu": "8xh100",
+    "qwen3.6-27b-5t2d": "7x96GB",
+}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_is_planned_quickly_and_fits_its_hardware(path: Path) -> None:
+    name = path.name.removesuffix(".toml")
+    hosts = ["--hosts", "2"] if name.endswith("2node") else []
+    hardware = HARDWARE.get(name, "8xh100")
+    started = time.process_time()
+    made = plan_of(configure_plan(["--recipe", str(path), "--hardware", hardware, *hosts]))
+    assert time.process_time() - started < 5
+    assert made.fits, made.remarks()
+    assert made.split.rate > 0
+
+
+def test_the_27b_recipe_is_the_reference_shape() -> None:
+    job = job_of(configure_plan(["--recipe", str(RECIPES / "qwen3.6-27b-5t2d.toml"), "--hardware", "7x96GB"]))
+    assert (job.shape.num_tokens, job.num_anchors, job.drafter.block_size) == (49_152, 1024, 16)
+    assert job.drafter.taps == (1, 16, 31, 46, 61)
+    assert job.target.total == pytest.approx(26.9e9, rel=0.01)
+
+
+def test_a_bare_target_follows_what_train_would_choose() -> None:
+    job = job_of(
+        configure_plan(["--target", "configs/qwen3-8b", "--hardware", "h100", "--loss", "kl", "--anchors", "512"])
+    )
+    assert (job.shape.num_tokens, job.num_anchors, job.drafter.num_layers) == (49_152, 512, 5)
+    assert job.shape.last_hidden
+    assert job.corpus.tokens == 200_000_000
+
+
+def test_the_saved_plan_is_a_recipe_that_train_reads(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.toml"
+    arguments = ["--target", "configs/qwen3-8b", "--hardware", "8xh100", "--save", str(saved)]
+    assert plan(arguments) == 0
+    made = plan_of(configure_plan(arguments))
+    config, _ = configure(["--plan", str(saved), "--data", "x.jsonl"], "train", "")
+    assert config.target.target == "configs/qwen3-8b"
+    assert config.batch.draws_per_batch == made.job.draws_per_batch
+    assert config.batch.anchors == made.job.num_anchors
+    assert config.pipeline.colocate == made.split.joint
+    if not made.split.joint:
+        assert (config.pipeline.targets, config.pipeline.drafters) == (made.split.targets, made.split.drafters)
+
+
+def test_a_plan_lies_over_the_recipe_it_was_made_from(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.toml"
+    saved.write_text("[batch]\nanchors = 64\n")
+    recipe = str(RECIPES / "qwen3-8b-1gpu.toml")
+    config, _ = configure(["--recipe", recipe, "--plan", str(saved)], "train", "")
+    assert (config.batch.anchors, config.batch.accumulation) == (64, 4)
+
+
+def test_one_gpu_is_saved_without_roles() -> None:
+    command = configure_plan(["--target", "configs/qwen3-8b", "--hardware", "h200", "--data", "mine.jsonl"])
+    tables = tomllib.loads(plan_toml(command, plan_of(command)))
+    assert tables["pipeline"] == {}
+    assert tables["data"] == {"data": "mine.jsonl"}
+
+
+def test_what_doesnt_fit_ends_with_1() -> None:
+    assert plan(["--target", "Qwen/Qwen3.6-27B", "--hardware", "rtx3090"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hardware", "h100"], "no target to plan for"),
+        (["--target", "smollm2"], "either --hardware"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configure_plan(arguments)
+
+
+def test_a_share_is_between_0_and_1() -> None:
+    run = configure_plan(["--target", "smollm2", "--hardware", "h100"]).run
+    with pytest.raises(ConfigError, match="--supervised-share 0 is not between 0 and 1"):
+        PlanCommand(run=run, hardware="h100", supervised_share=0)

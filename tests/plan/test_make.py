@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from draftsmith.errors import ConfigError
+from draftsmith.plan.hardware import parse_hardware
+from draftsmith.plan.make import Asked, choose_split, make_plan
+from draftsmith.plan.workload import Job
+
+
+def test_an_open_plan_takes_the_fastest_split(reference: Job) -> None:
+    plan = make_plan(reference, parse_hardware("7xh200"), Asked())
+    assert plan.split == plan.fastest
+    assert plan.hours == pytest.approx(3 * 1000 / plan.split.rate / 3600)
+    assert plan.gpu_hours == pytest.approx(7 * plan.hours)
+    assert plan.draw_ms == pytest.approx(511, rel=1e-3)
+    assert plan.store_bytes == pytest.approx(1000 / 49152 * reference.shape.num_bytes)
+
+
+def test_what_is_asked_for_is_kept(reference: Job) -> None:
+    hardware = parse_hardware("7xh200")
+    assert (choose_split(reference, hardware, Asked(targets=5)).drafters) == 2
+    assert (choose_split(reference, hardware, Asked(drafters=3)).targets) == 4
+    assert choose_split(reference, hardware, Asked(joint=True)).joint
+    with pytest.raises(ConfigError, match="6 targets and 2 drafters don't share 7 GPUs"):
+        choose_split(reference, hardware, Asked(targets=6, drafters=2))
+
+
+def test_changes_do_what_they_say(reference: Job) -> None:
+    plan = make_plan(reference, parse_hardware("7xh200"), Asked(targets=5, drafters=2))
+    changes = {change.name: change for change in plan.changes}
+    assert set(changes) == {
+        "twice the anchors",
+        "half the anchors",
+        "half the density",
+        "twice the density",
+        "--checkpoint-layers",
+        "--target-compute fp8",
+        "--colocate",
+    }
+    assert changes["half the density"].split.rate > changes["twice the density"].split.rate
+    assert changes["half the density"].density < reference.density < changes["twice the density"].density
+    assert changes["--colocate"].split.joint
+
+
+def test_fp8_and_colocation_are_only_offered_where_they_work(reference: Job) -> None:
+    names = {change.name for change in make_plan(reference, parse_hardware("4xa100"), Asked()).changes}
+    assert "--target-compute fp8" not in names
+    across = make_plan(reference, parse_hardware("4xh100", hosts=2), Asked())
+    assert "--colocate" not in {change.name for change in across.changes}
+
+
+def test_remarks_name_idle_roles_memory_and_network(reference: Job) -> None:
+    hardware = parse_hardware("7xh200")
+    lopsided = make_plan(reference, hardware, Asked(targets=6, drafters=1))
+    assert any(remark.startswith("targets would idle") for remark in lopsided.remarks())
+    assert any("faster than what is asked for" in remark for remark in lopsided.remarks())
+    small = make_plan(reference, parse_hardware("2x24GB"), Asked(targets=1, drafters=1))
+    assert not small.fits
+    assert "doesn't fit: a GPU for the drafter needs" in small.remarks()[0]
+    assert small.remarks()[0].count("--checkpoint-layers") == 1
+    slow = make_plan(reference, parse_hardware("8xh100", hosts=2, link_gbps=0.01), Asked())
+    assert any(remark.startswith("the network is the limit") for remark in slow.remarks())
+    tight = replace(hardware, card=replace(hardware.card, memory=round(1.01 * lopsided.split.memory[1].total)))
+    assert any("fits within 5%" in remark for remark in make_plan(reference, tight, Asked(targets=6)).remarks())
+    slow_target = replace(reference, target=replace(reference.target, layers=(10**12,) * 10))
+    starved = make_plan(slow_target, hardware, Asked(targets=1, drafters=6))
+    assert any(remark.startswith("drafters would idle") for remark in starved.remarks())

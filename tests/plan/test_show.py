@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from draftsmith.plan.hardware import parse_hardware
+from draftsmith.plan.make import Asked, make_plan
+from draftsmith.plan.show import hours, print_plan
+from draftsmith.plan.workload import Job
+
+
+def shown(job: Job, hardware: str, hosts: int = 1, asked: Asked | None = None) -> str:
+    console = Console(file=StringIO(), width=140)
+    print_plan(make_plan(job, parse_hardware(hardware, hosts), asked or Asked()), console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_every_buffer_and_change_is_on_the_page(reference: Job) -> None:
+    text = shown(reference, "7xh200")
+    for name in ("masters", "moments", "logits chunk", "target weights", "ring", "CUDA context", "twice the anchors"):
+        assert name in text
+    assert "a draw takes 511 ms" in text.replace("\n", " ")
+    assert "fits: " in text
+
+
+def test_cards_without_peers_say_what_the_host_holds(reference: Job) -> None:
+    assert "pinned, the rings between the GPUs" in shown(reference, "2xrtx-pro-6000", asked=Asked(targets=1))
+
+
+def test_hosts_say_what_the_network_carries(reference: Job) -> None:
+    assert "of features at host" in shown(reference, "8xh100", hosts=2)
+
+
+def test_a_plan_that_doesnt_fit_says_so(reference: Job) -> None:
+    assert "doesn't fit: " in shown(reference, "2xrtx3090")
+
+
+def test_hours_are_said_as_people_do() -> None:
+    assert (hours(0.5), hours(3), hours(72)) == ("30 minutes", "3.0 hours", "3.0 days")
