@@ -112,6 +112,8 @@ def test_the_length_limit_cuts_by_count(limit: int) -> None:
     assert len(ours.token_ids) == limit
     assert ours.token_ids == plain_decode(case.target, prompt, limits).token_ids
     assert ours.committed == limit - 1
+    # A block is no wider than what may still come.
+    assert [step.drafted for step in ours.steps[:1]] == [min(7, limit - 1)] * min(1, limit - 1)
 
 
 def test_D03_a_bf16_drafter_casts_its_own_inputs() -> None:
