@@ -76,7 +76,7 @@ class Plan:
             fullest = max(self.split.memory, key=lambda role: role.total)
             said.append(
                 f"doesn't fit: a GPU for {fullest.role} needs {fullest.total / 1e9:.1f} GB of {card.memory / 1e9:.1f}: "
-                "fewer --anchors, a smaller --token-budget, --checkpoint-layers, or features on disk (draftsmith capture)"
+                "fewer --anchors, a smaller --token-budget, --checkpoint-layers, or features from disk (--features)"
             )
         elif peak_memory(self.split) > 0.95 * card.memory:
             said.append("fits within 5% of the card: anything else on the GPU would break it")
