@@ -188,15 +188,15 @@ def run_threads(
     return Trace(log.losses, masters[0].clone())
 
 
-def run_by_hand(sizes: Sizes, first_step: int = 0) -> Trace:
-    """The same run written out: no ring, no thread, no loop of ours. `first_step` shows where draws of a resume go."""
+def run_by_hand(sizes: Sizes, first_step: int = 0, last_step: int | None = None) -> Trace:
+    """The same run written out: no ring, no thread, no loop of ours; or some steps of it, as a resume or stop does."""
     target = fresh_target(FAMILY)
     plan = blueprint(replace(sizes, targets=1), target)
     state = build_state(copy.deepcopy(plan.drafter), plan.ends, plan.state, CPU)
     inputs = StepInputs.allocate(SHAPE, BLOCK, CPU)
     batches, texts, losses = order(), documents(), list[float]()
     with PackedCapture(target, TAPS, SHAPE) as capture:
-        for step in range(first_step, sizes.steps):
+        for step in range(first_step, sizes.steps if last_step is None else last_step):
             gradients: list[Tensor] = []
             sums: list[Tensor] = []
             for index in range(sizes.drafters):
