@@ -28,7 +28,7 @@ class OrderConfig:
     """Seeds the order; with the epoch and the data it fixes every batch."""
     mixed: bool = True
     """Mix buckets inside every batch. False puts one bucket in each batch: only to show what that does to gradients."""
-    forwards_per_batch: int = 4
+    forwards_per_batch: int = 8
     """A forward of the target holds at most `token_budget` / this many padded tokens, so that buckets share every
     batch."""
     look_ahead: int = 32

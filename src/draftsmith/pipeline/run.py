@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from torch import Tensor
 from draftsmith.data.loader import BatchOrder
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.errors import CheckpointError, ConfigError
-from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, evaluate_prompts, plain_answers
+from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, Progress, evaluate_prompts, plain_answers
 from draftsmith.evaluate.decode import Plain
 from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
@@ -37,6 +38,7 @@ from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, Start, load_inpu
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
 from draftsmith.pipeline.team import run_workers
+from draftsmith.target.compute import uncompiled
 from draftsmith.target.model import load_target
 from draftsmith.train.checkpoint import Checkpoint, discard_after, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
@@ -79,7 +81,13 @@ class Yardstick:
             def tell(done: int, _total: int, tau: float) -> None:
                 view.update(done, f"tau {tau:.2f}")
 
-            return evaluate_prompts(self.stage.target, drafter, self.prompts, self.config, tell, self.plains, name)
+            return self._answer(drafter, name, tell)
+
+    def _answer(self, drafter: Drafter, name: str, tell: Progress | None) -> EvalResult:
+        target = self.stage.target
+        beside = copy.deepcopy(drafter).to(target.device)
+        with uncompiled(target):
+            return evaluate_prompts(target, beside, self.prompts, self.config, tell, self.plains, name)
 
     def during(self) -> Measure | None:
         """For the chief: a score and the numbers of its log line."""
@@ -88,8 +96,7 @@ class Yardstick:
 
         def measure(_step: int, weights: dict[str, Tensor]) -> Measured:
             drafter = _with_weights(self.stage.start.config, weights)
-            plains = self.plains
-            result = evaluate_prompts(self.stage.target, drafter, self.prompts, self.config, None, plains, "during")
+            result = self._answer(drafter, "during", None)
             return result.summary.tau.value, result.to_dict()["summary"]
 
         return measure
@@ -204,6 +211,9 @@ def _train(stage: Stage, measure: Measure | None) -> tuple[Team, Chief]:
         chief.join(team, saver)
         stack.enter_context(view)
         stack.enter_context(Signals(stage.stop, console))
+        for device in {*stage.placement.targets, *stage.placement.drafters}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # buffers were zeroed and weights copied on other streams
         try:
             run_workers(team.workers(), stage.stop, _nothing)
         finally:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,6 +69,23 @@ def compile_layers(target: Target, *, whole_graph: bool = True, backend: str = "
         # Where accelerate spreads a model over devices, it wraps `forward` and keeps the layer's own beside it.
         slot = "_old_forward" if "_old_forward" in vars(layer) else "forward"
         setattr(layer, slot, torch.compile(plain, dynamic=False, fullgraph=whole_graph, backend=backend))
+
+
+@contextmanager
+def uncompiled(target: Target) -> Generator[None]:
+    """The layers as they were written, for shapes that are not compiled (decoding): restored afterwards."""
+    slots = ("_old_forward", "forward")
+    held: list[tuple[nn.Module, str, Any]] = []
+    for layer in target.layers:
+        slot = next((name for name in slots if name in vars(layer)), None)
+        if slot is not None:
+            held.append((layer, slot, vars(layer)[slot]))
+            setattr(layer, slot, cast(Any, type(layer)).forward.__get__(layer))
+    try:
+        yield
+    finally:
+        for layer, slot, forward in held:
+            setattr(layer, slot, forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
