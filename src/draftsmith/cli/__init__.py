@@ -33,6 +33,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "train": Verb(module="train", function="train", about="train a drafter for a target on your conversations"),
     "plan": Verb(module="plan", function="plan", about="memory, rates and the best split before anything runs"),
+    "report": Verb(module="report", function="report", about="one HTML page about runs: curves, evaluation, memory"),
     "prepare": Verb(module="data", function="prepare", about="turn conversations into token ids and loss masks"),
     "capture": Verb(module="train", function="capture", about="write a target's features to disk, to train from later"),
     "evaluate": Verb(module="drafter", function="evaluate", about="measure drafters by the draft-verify loop"),

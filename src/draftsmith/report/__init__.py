@@ -1,0 +1,1 @@
+"""One HTML page and its pictures about runs that are over, or still going."""
