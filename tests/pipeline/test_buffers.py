@@ -15,7 +15,7 @@ from draftsmith.errors import StalledError
 from draftsmith.pipeline.buffers import FeatureRing, RingPlace, WaitClock
 from draftsmith.pipeline.producing import run_producer
 from draftsmith.pipeline.stop import Stop, StoppedError
-from draftsmith.records import BatchShape
+from draftsmith.records import BatchShape, FeatureBatch
 
 CPU = torch.device("cpu")
 SHAPE = BatchShape(num_tokens=4, num_documents=2, num_taps=1, hidden_size=2, dtype=torch.float32, last_hidden=True)
@@ -52,6 +52,14 @@ def test_batches_are_read_in_number_order_whatever_the_order_of_arrival() -> Non
         ring.release(sequence)
     assert seen == [{1.0}, {2.0}, {3.0}]
     assert ring.depth == 0
+
+
+def test_put_writes_every_row_and_hands_over() -> None:
+    ring = ring_of(1)
+    ring.acquire(0).batch.features_TFH.fill_(7)
+    assert ring.put(0, FeatureBatch.allocate(SHAPE, "cpu"), None) is None
+    assert ring.has(0)
+    assert values(ring, 0) == {0.0}
 
 
 def test_has_never_waits() -> None:

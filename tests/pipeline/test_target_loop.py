@@ -10,8 +10,7 @@ import torch
 
 from draftsmith.errors import TargetError
 from draftsmith.pipeline.assemble import build_rings
-from draftsmith.pipeline.target_loop import TargetForwardLoop, copy_out
-from draftsmith.records import FeatureBatch
+from draftsmith.pipeline.target_loop import TargetForwardLoop
 from draftsmith.target.capture import PackedCapture
 from tests.families import fresh_target, tiny_target
 from tests.pipeline.tiny import FAMILY, SHAPE, TAPS, Sizes, blueprint, documents, order
@@ -73,11 +72,3 @@ def test_time_spent_waiting_for_room_is_counted() -> None:
     assert loop.clock.waiting_room >= 0.3
     assert len(served) == 1
     loop.close()
-
-
-def test_copy_out_on_the_cpu_writes_every_row() -> None:
-    (ring,) = build_rings(blueprint(Sizes(), tiny_target(FAMILY)))
-    slot = ring.acquire(0)
-    slot.batch.features_TFH.fill_(7)
-    assert copy_out(FeatureBatch.allocate(SHAPE, "cpu"), slot, None) is None
-    assert not slot.batch.features_TFH.any()

@@ -14,7 +14,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.pipeline.buffers import FeatureRing, RingPlace
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop, DrawPlan
 from draftsmith.pipeline.placement import Placement
-from draftsmith.pipeline.producing import Producer
+from draftsmith.pipeline.producing import Outlet, Producer
 from draftsmith.pipeline.reduce import LocalGroup, LocalReducer, NoReduce, Reducer
 from draftsmith.pipeline.resolve import Batching
 from draftsmith.pipeline.settings import PipelineConfig
@@ -27,6 +27,7 @@ from draftsmith.target.compute import allow_graphs, layer_kinds, warm_up
 from draftsmith.target.model import Target
 from draftsmith.train.build import StateSpec, build_state, check_sizes
 from draftsmith.train.graph import CapturedStep, PlainStep, StepInputs, Stepper
+from draftsmith.train.step import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Team:
     rings: list[FeatureRing]
     placement: Placement
     stop: Stop
+    is_remote: bool = False
+    """Whether the producers stand for targets in other processes."""
 
     @property
     def chief_worker(self) -> str:
@@ -88,25 +91,27 @@ class Team:
 
 
 def build_rings(plan: Blueprint) -> list[FeatureRing]:
-    """A ring per drafter: on its own device where every target shares or reaches it, else pinned on the host."""
-    rings: list[FeatureRing] = []
-    for index, device in enumerate(plan.placement.drafters):
-        same = all(target == device for target in plan.placement.targets) or plan.placement.joint
-        if device.type == "cpu" or same or _all_reach(plan.placement.targets, device):
-            where, pin = device, False
-        else:
-            where, pin = torch.device("cpu"), True
-        place = RingPlace(
-            name=f"the ring of drafter {index}",
-            device=where,
-            pin=pin,
-            num_slots=1 if plan.placement.joint else plan.pipeline.ring_slots,
-            stall_seconds=plan.pipeline.stall_seconds,
-        )
-        ring = FeatureRing(plan.shape, place, plan.stop)
-        plan.say(f"{place.name}: {place.num_slots} x {plan.shape.num_bytes / 1e9:.2f} GB on {where}{', pinned' * pin}")
-        rings.append(ring)
-    return rings
+    """A ring per drafter."""
+    return [build_ring(plan, index) for index in range(len(plan.placement.drafters))]
+
+
+def build_ring(plan: Blueprint, index: int) -> FeatureRing:
+    """A drafter's ring: on its own device where every target shares or reaches it, else pinned on the host."""
+    device = plan.placement.drafters[index]
+    same = all(target == device for target in plan.placement.targets) or plan.placement.joint
+    if device.type == "cpu" or same or _all_reach(plan.placement.targets, device):
+        where, pin = device, False
+    else:
+        where, pin = torch.device("cpu"), True
+    place = RingPlace(
+        name=f"the ring of drafter {index}",
+        device=where,
+        pin=pin,
+        num_slots=1 if plan.placement.joint else plan.pipeline.ring_slots,
+        stall_seconds=plan.pipeline.stall_seconds,
+    )
+    plan.say(f"{place.name}: {place.num_slots} x {plan.shape.num_bytes / 1e9:.2f} GB on {where}{', pinned' * pin}")
+    return FeatureRing(plan.shape, place, plan.stop)
 
 
 def _all_reach(targets: Sequence[torch.device], device: torch.device) -> bool:
@@ -121,31 +126,57 @@ def build_drafters(
 ) -> tuple[list[DrafterTrainLoop], list[torch.cuda.Stream | None]]:
     """Drafter after drafter: weights and moments, compile, capture, self-test. `after_step` is the first drafter's."""
     devices = plan.placement.drafters
-    check_sizes(plan.state.step, plan.shape, plan.drafter.config.block_size)
     group = LocalGroup(len(devices), plan.stop, plan.pipeline.stall_seconds) if len(devices) > 1 else None
     loops: list[DrafterTrainLoop] = []
     streams: list[torch.cuda.Stream | None] = []
-    for index, device in enumerate(devices):
-        stream = make_stream(device)
-        streams.append(stream)
-        if stream is None:
-            stepper = _build_stepper(plan, device)
-        else:
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                stepper = _build_stepper(plan, device)
-                stream.synchronize()
-        reducer: Reducer = LocalReducer(group, index, stepper.state) if group is not None else NoReduce()
-        draws = DrawPlan(
-            seed=plan.seed,
-            drafter=index,
-            num_drafters=len(devices),
-            draws_per_batch=plan.batching.draws_per_batch,
-            accumulation=plan.batching.accumulation,
-            total_steps=plan.batching.total_steps,
-        )
+    for index in range(len(devices)):
         told = after_step if index == 0 else _nothing
-        loops.append(DrafterTrainLoop(f"drafter {index}", stepper, rings[index], draws, reducer, plan.stop, told))
+        loop, stream = build_drafter(plan, index, rings[index], _local_reducer(group, index), told)
+        loops.append(loop)
+        streams.append(stream)
     return loops, streams
+
+
+def _local_reducer(group: LocalGroup | None, index: int) -> Callable[[TrainState], Reducer]:
+    return lambda state: NoReduce() if group is None else LocalReducer(group, index, state)
+
+
+def build_drafter(
+    plan: Blueprint,
+    index: int,
+    ring: FeatureRing,
+    reducer_of: Callable[[TrainState], Reducer],
+    after_step: Callable[[int, bool], None],
+) -> tuple[DrafterTrainLoop, torch.cuda.Stream | None]:
+    """Drafter `index` on its device, with the stream it was captured on.
+
+    Raises:
+        ConfigError: sizes that the step can't compute with.
+    """
+    device = plan.placement.drafters[index]
+    check_sizes(plan.state.step, plan.shape, plan.drafter.config.block_size)
+    stream = make_stream(device)
+    if stream is None:
+        stepper = _build_stepper(plan, device)
+    else:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stepper = _build_stepper(plan, device)
+            stream.synchronize()
+    draws = draw_plan(plan, index)
+    reducer = reducer_of(stepper.state)
+    return DrafterTrainLoop(f"drafter {index}", stepper, ring, draws, reducer, plan.stop, after_step), stream
+
+
+def draw_plan(plan: Blueprint, index: int) -> DrawPlan:
+    """Which draws drafter `index` makes."""
+    return DrawPlan(
+        seed=plan.seed,
+        drafter=index,
+        num_drafters=len(plan.placement.drafters),
+        draws_per_batch=plan.batching.draws_per_batch,
+        accumulation=plan.batching.accumulation,
+        total_steps=plan.batching.total_steps,
+    )
 
 
 def _nothing(_step: int, _is_last: bool) -> None:
@@ -182,13 +213,14 @@ def build_targets(
     targets: Sequence[Target],
     documents: Sequence[Document],
     order: BatchOrder,
-    rings: list[FeatureRing],
+    rings: Sequence[Outlet],
+    first: int = 0,
 ) -> list[Producer]:
-    """Target after target: layers compiled for the bucket shapes on GPUs, two staging sets, hooks."""
+    """Target after target, numbered from `first`: layers compiled for the bucket shapes on GPUs, stagings, hooks."""
     taps = plan.drafter.config.taps
     shapes = [(forward_rows(bucket, plan.batching.order), bucket) for bucket in plan.batching.buckets]
     producers: list[Producer] = []
-    for index, target in enumerate(targets):
+    for index, target in enumerate(targets, start=first):
         if target.device.type == "cuda":
             allow_graphs(shapes=len(shapes), layer_kinds=layer_kinds(target), devices=len(targets))
             with torch.cuda.device(target.device):

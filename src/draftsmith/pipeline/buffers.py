@@ -126,6 +126,15 @@ class FeatureRing:
         self._wait(lambda: slot.sequence == sequence, f"{who} waits for the targets (batch {sequence} of its ring)")
         return slot
 
+    def put(self, sequence: int, batch: FeatureBatch, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Copy a batch into the slot acquired for it and hand that to the reader.
+
+        On a GPU asynchronously on `stream`, with an event behind it: until then `batch` must stay as it is.
+        """
+        copied = copy_out(batch, self._slots[sequence % len(self._slots)], stream)
+        self.publish(sequence)
+        return copied
+
     def has(self, sequence: int) -> bool:
         """Whether batch `sequence` is filled (never waits)."""
         with self._changed:
@@ -156,6 +165,22 @@ class FeatureRing:
             check_stall(started, self.place.stall_seconds, what)
             if meanwhile is not None:
                 meanwhile()
+
+
+def copy_out(batch: FeatureBatch, slot: Slot, copy_stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Copy a staged batch into a ring slot; on a GPU asynchronously on `copy_stream`, with an event behind it."""
+    if copy_stream is None:
+        slot.batch.copy_(batch)
+        return None
+    copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
+    if slot.read is not None:
+        copy_stream.wait_event(slot.read)
+    with torch.cuda.stream(copy_stream):
+        slot.batch.copy_(batch, non_blocking=True)
+        written = torch.cuda.Event()
+        written.record(copy_stream)
+    slot.written = written
+    return written
 
 
 def check_stall(started: float, limit: float, what: str) -> None:

@@ -103,7 +103,7 @@ class Chief:
         assert self._team is not None
         weights = masters_on_cpu(self._drafter)
         box: list[Measured] = []
-        if self._team.placement.joint:
+        if self._team.placement.joint or self._team.is_remote:
             box.append(measure(step, weights))
         else:
             done = threading.Event()

@@ -9,8 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from draftsmith.pipeline.buffers import POLL_SECONDS, FeatureRing, WaitClock
+import torch
+
+from draftsmith.pipeline.buffers import POLL_SECONDS, WaitClock
 from draftsmith.pipeline.stop import Stop
+from draftsmith.records import FeatureBatch
+
+
+class Outlet(Protocol):
+    """Where a target puts its batches: a drafter's ring, or the way to one in another process."""
+
+    def acquire(self, sequence: int, who: str, meanwhile: Callable[[], None]) -> object:
+        """Wait for room for the drafter's batch `sequence`, doing `meanwhile` now and then."""
+        ...
+
+    def put(self, sequence: int, batch: FeatureBatch, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Hand over a batch that there is room for; on a GPU it must stay as it is until the event returned."""
+        ...
+
+    def wait_closed(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the drafter to end; whether it has."""
+        ...
 
 
 class Producer(Protocol):
@@ -35,7 +54,7 @@ def serve(requests: list[Callable[[], None]]) -> None:
         requests.pop(0)()
 
 
-def run_producer(producer: Producer, numbers: Iterator[int], rings: Sequence[FeatureRing], stop: Stop) -> None:
+def run_producer(producer: Producer, numbers: Iterator[int], rings: Sequence[Outlet], stop: Stop) -> None:
     """Produce each number, then serve requests until the drafters have ended.
 
     Raises:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draftsmith.data.loader import BatchOrder
-from draftsmith.pipeline.buffers import FeatureRing, Slot, WaitClock
-from draftsmith.pipeline.producing import serve
-from draftsmith.records import BatchPlan, Document, FeatureBatch
+from draftsmith.pipeline.buffers import WaitClock
+from draftsmith.pipeline.producing import Outlet, serve
+from draftsmith.records import BatchPlan, Document
 from draftsmith.target.capture import PackedCapture
 
 
@@ -27,7 +27,7 @@ class TargetForwardLoop:
         stagings: Sequence[PackedCapture],
         order: BatchOrder,
         documents: Sequence[Document],
-        rings: Sequence[FeatureRing],
+        rings: Sequence[Outlet],
     ) -> None:
         self.clock = WaitClock(name)
         self.requests: list[Callable[[], None]] = []
@@ -61,27 +61,10 @@ class TargetForwardLoop:
         sequence, drafter = divmod(number, len(self._rings))
         ring = self._rings[drafter]
         since = time.perf_counter()
-        slot = ring.acquire(sequence, self.clock.name, lambda: serve(self.requests))
+        ring.acquire(sequence, self.clock.name, lambda: serve(self.requests))
         self.clock.room(since)
-        self._copied[index] = copy_out(batch, slot, self._copy_stream)
-        ring.publish(sequence)
+        self._copied[index] = ring.put(sequence, batch, self._copy_stream)
 
     def _count(self, plan: BatchPlan) -> None:
         self.clock.tokens += sum(self._documents[document].length for document in plan.documents)
         self.clock.padded_tokens += sum(forward.rows * forward.length for forward in plan.forwards)
-
-
-def copy_out(batch: FeatureBatch, slot: Slot, copy_stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """Copy a staged batch into a ring slot; on a GPU asynchronously on `copy_stream`, with an event behind it."""
-    if copy_stream is None:
-        slot.batch.copy_(batch)
-        return None
-    copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
-    if slot.read is not None:
-        copy_stream.wait_event(slot.read)
-    with torch.cuda.stream(copy_stream):
-        slot.batch.copy_(batch, non_blocking=True)
-        written = torch.cuda.Event()
-        written.record(copy_stream)
-    slot.written = written
-    return written

@@ -1,0 +1,289 @@
+"""The processes of a distributed run: who is who, what they tell each other, and how they end.
+
+torchrun starts them and says through RANK, WORLD_SIZE and LOCAL_RANK which one this is; ranks 0 .. targets - 1 run the
+frozen target, the others train. All coordination goes through the key-value store that torchrun keeps: every wait polls
+it, so every wait ends with a failure elsewhere, and no signal handler ever stands behind a blocked call.
+
+torchrun sends SIGTERM to the survivors when a rank dies, and also when a person ends the run. They are told apart by
+asking: whoever gets the signal asks all ranks to answer. If every rank does, it was a person: the drafters agree on a
+last step, save, and all exit with 0. If one doesn't, it is dead: the others end, and torchrun starts them all again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
+
+from draftsmith.errors import ConfigError, DraftsmithError, StalledError
+from draftsmith.pipeline.settings import PipelineConfig
+from draftsmith.pipeline.stop import Stop
+
+LONG_SECONDS = 12 * 3600.0
+"""Limit of waits for another rank's preparation: data, compiling, an evaluation."""
+ANSWER_SECONDS = 5.0
+"""How long a rank may take to answer that it lives."""
+
+
+class PeerError(DraftsmithError, RuntimeError):
+    """Another rank failed or died; the message says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Who does what: targets first."""
+
+    rank: int
+    local_rank: int
+    num_targets: int
+    num_drafters: int
+
+    @property
+    def size(self) -> int:
+        return self.num_targets + self.num_drafters
+
+    @property
+    def is_target(self) -> bool:
+        return self.rank < self.num_targets
+
+    @property
+    def index(self) -> int:
+        """Which of the targets, or of the drafters, this is."""
+        return self.rank if self.is_target else self.rank - self.num_targets
+
+    @property
+    def is_chief(self) -> bool:
+        """The first drafter: owns the folder, the log, the checkpoints and the display."""
+        return self.rank == self.num_targets
+
+    def name(self, rank: int) -> str:
+        return f"target {rank}" if rank < self.num_targets else f"drafter {rank - self.num_targets}"
+
+
+def assign_roles(config: PipelineConfig, rank: int, local_rank: int, size: int) -> Roles:
+    """Split `size` ranks as asked; auto gives two of seven to the drafters.
+
+    Raises:
+        ConfigError: the numbers don't add up to the ranks that torchrun started, or a role is missing.
+    """
+    if config.colocate:
+        raise ConfigError("--colocate runs both roles in one process: start without torchrun, or drop --colocate")
+    drafters, targets = config.drafters, config.targets
+    if drafters == "auto":
+        drafters = size - targets if targets != "auto" else max(1, round(size * 2 / 7))
+    if targets == "auto":
+        targets = size - drafters
+    if targets + drafters != size or targets < 1 or drafters < 1:
+        raise ConfigError(
+            f"torchrun started {size} ranks, which is not {targets} target(s) + {drafters} drafter(s): start "
+            f"--nnodes x --nproc-per-node = targets + drafters ranks, or set --targets and --drafters to match"
+        )
+    return Roles(rank=rank, local_rank=local_rank, num_targets=targets, num_drafters=drafters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What torchrun tells each process."""
+
+    rank: int
+    local_rank: int
+    size: int
+    restarts: int
+    run_id: str
+    """torchrun's --rdzv-id; "none" or random where none was given."""
+
+    @classmethod
+    def read(cls) -> Launch | None:
+        """From torchrun's variables; None in a process that it didn't start, or started alone."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return None
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            size=int(os.environ["WORLD_SIZE"]),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+        )
+
+
+class World:
+    """This rank's view of the run. Use as a context manager: leaving it with an error tells the others."""
+
+    def __init__(self, roles: Roles, launch: Launch, config: PipelineConfig, store: Store) -> None:
+        self.roles, self.launch = roles, launch
+        self.store, self.stop = store, Stop()
+        self.stall_seconds = config.stall_seconds
+        on_gpu = config.device != "cpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda", roles.local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=config.stall_seconds)
+        groups = PrefixStore("groups", store)
+        dist.init_process_group("gloo", store=groups, rank=roles.rank, world_size=roles.size, timeout=timeout)
+        drafters = list(range(roles.num_targets, roles.size))
+        # Every rank makes every group, in the same order.
+        self.control = _group(drafters, timeout, "gloo")
+        self.data = _group(list(range(roles.size)), timeout, "nccl") if on_gpu else None
+        self.gradients = _group(drafters, timeout, "nccl") if on_gpu else self.control
+        self._signals = Signalled()
+
+    @property
+    def signals(self) -> Signalled:
+        """What a signal handler may touch: it sets a flag, and the next look at the world asks the others."""
+        return self._signals
+
+    def tell(self, key: str, value: str = "1") -> None:
+        self.store.set(key, value)
+
+    def has(self, key: str) -> bool:
+        return self.store.check([key])
+
+    def wait(self, key: str, what: str, limit: float = LONG_SECONDS) -> bytes:
+        """The value of `key`, once some rank has told it.
+
+        Raises:
+            PeerError: another rank failed meanwhile.
+            StalledError: nobody told it in time.
+        """
+        started = time.monotonic()
+        for pause in pauses():
+            if self.has(key):
+                return self.store.get(key)
+            self._raise_failure()
+            if time.monotonic() - started > limit:
+                me = self.roles.name(self.roles.rank)
+                raise StalledError(f"{me} waited over {limit:.0f} s for {what}: see that rank's own output")
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    def meet(self, point: str) -> None:
+        """Wait for all ranks to come to `point`."""
+        self.tell(f"{point}/{self.roles.rank}")
+        for rank in range(self.roles.size):
+            self.wait(f"{point}/{rank}", f"{self.roles.name(rank)} to be ready ({point})")
+
+    def _raise_failure(self) -> None:
+        if self.has("failed"):
+            failure = json.loads(self.store.get("failed"))
+            raise PeerError(f"{failure['name']} failed: {failure['message']}")
+
+    def look(self) -> None:
+        """Called by the main thread a few times a second while the workers run: failures and questions of others.
+
+        Never raises for them: it notes them in `stop`, which ends the workers.
+        """
+        try:
+            self._raise_failure()
+            self._answer()
+        except PeerError as error:
+            self.stop.fail("another rank", error)
+        except dist.DistError as error:
+            self.stop.fail("another rank", PeerError(f"the store that torchrun keeps is gone ({error})"))
+
+    def _answer(self) -> None:
+        signals = self._signals
+        if signals.requested and not signals.asked:
+            signals.asked = True
+            self.tell("asked")
+        if signals.heard_at is None:
+            if not self.has("asked"):
+                return
+            signals.heard_at = time.monotonic()
+            self.tell(f"alive/{self.roles.rank}")
+        if self.stop.requested:
+            return
+        silent = [rank for rank in range(self.roles.size) if not self.has(f"alive/{rank}")]
+        if not silent:
+            self.stop.request()
+        elif time.monotonic() - signals.heard_at > ANSWER_SECONDS:
+            names = ", ".join(self.roles.name(rank) for rank in silent)
+            raise PeerError(f"{names} died (no answer in {ANSWER_SECONDS:g} s)")
+
+    def explain(self, error: RuntimeError, peers: list[int]) -> PeerError:
+        """What a broken connection means: the peer's own error where it told one, else that it died or stalled."""
+        for _ in range(20):
+            try:
+                self._raise_failure()
+            except PeerError as known:
+                return known
+            except dist.DistError:
+                break
+            time.sleep(0.05)
+        names = " or ".join(self.roles.name(rank) for rank in peers)
+        return PeerError(f"lost the connection to {names}: its process died, or nothing came ({_first_line(error)})")
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PeerError):
+            message = str(error) or type(error).__name__
+            failure = {"name": self.roles.name(self.roles.rank), "message": message}
+            try:
+                self.store.compare_set("failed", "", json.dumps(failure))
+            except dist.DistError:
+                return  # the store went first: nobody is left to tell
+        elif error is None:
+            dist.destroy_process_group()
+
+
+@dataclass(slots=True)
+class Signalled:
+    """A signal and what came of it; `requested` is all that a handler sets."""
+
+    requested: bool = False
+    asked: bool = False
+    heard_at: float | None = field(default=None)
+
+    def request(self) -> None:
+        self.requested = True
+
+
+def _group(ranks: list[int], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
+    """A group of some ranks; None where this rank isn't among them (and for torch: all ranks)."""
+    group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between two looks: short at first, 20 ms in the long run."""
+    pause = 0.0005
+    while True:
+        yield pause
+        pause = min(0.02, pause * 1.5)
+
+
+def join_world(config: PipelineConfig) -> World | None:
+    """Join the ranks that torchrun started; None for a run in one process.
+
+    Raises:
+        ConfigError: --channel distributed without torchrun, or ranks that don't match the roles.
+    """
+    launch = Launch.read()
+    if config.channel == "local" or (config.channel == "auto" and launch is None):
+        return None
+    if launch is None:
+        raise ConfigError(
+            "--channel distributed needs torchrun: torchrun --nproc-per-node N -m draftsmith train ..., one rank per "
+            "worker, 2 or more"
+        )
+    roles = assign_roles(config, launch.rank, launch.local_rank, launch.size)
+    timeout = timedelta(seconds=config.stall_seconds)
+    meet = cast(Callable[..., Iterator[Any]], rendezvous)
+    store: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
+    return World(roles, launch, config, PrefixStore(f"draftsmith/{launch.restarts}", store))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
