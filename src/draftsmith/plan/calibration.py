@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
-H200_MATRIX_TFLOPS = 664.0
+H200_MATRIX_TFLOPS = 669.0
 """Sustained bf16 product of 8192-cubes over seconds, as `bench/step.py` takes it (cold: 780; nominal: 989)."""
 SUSTAINED_SHARE = H200_MATRIX_TFLOPS / 989.0
 """What an unmeasured card is taken to sustain of its nominal dense bf16 rate: what the H200 does."""
 
-DRAFTER_SHARE = 281.7 / 0.511 / H200_MATRIX_TFLOPS
-"""Of the matrix rate, a captured draw with its update: 281.7 TFLOP in 511 ms at the reference shape (`bench/step.py
-qwen3.6-27b`: T 49,152, 1,024 anchors, B 16, H 5,120, FFN 17,408, 5 layers, V 248,320) = 83%."""
+DRAFTER_SHARE = 0.942
+"""Of the matrix rate, the products of a captured draw with its update. This and the next constant are solved from
+`bench/step.py` at qwen3.6-27b (502 ms) and smollm2 (6.19 ms); qwen3-8b (154 ms) is held out and foretold as 142."""
+MOVED_TIMES = 4.2
+"""How often a draw moves each byte of its activations and of all its logits through memory, at nominal bandwidth:
+next to nothing for wide drafters, most of the time for narrow ones."""
 TARGET_DENSE_SHARE = 593.0 / H200_MATRIX_TFLOPS
 """Of the matrix rate, the compiled forward of a dense target: Qwen3-8B at [24, 2048], 593 TFLOP/s (taken cold)."""
 TARGET_FP8_SHARE = 935.0 / H200_MATRIX_TFLOPS
@@ -27,8 +30,11 @@ TARGET_HYBRID_SHARE = 442.0 / H200_MATRIX_TFLOPS
 DECODE_SHARE = 0.25
 """Of the matrix rate, a server decoding many answers at once (regeneration). An assumption: servers vary by 2x."""
 
-POOL_SLACK = 1.08
-"""Graphs' pool over the live activations at its fullest: 29-32 GB reserved against 27.3 counted at the reference."""
+BYTES_PER_LOGIT = 6
+"""Of a chunk at its fullest, once compiled: bf16 logits and the gradient's fp32 beside them."""
+POOL_SLACK = 1.17
+"""Graphs' pool over the activations counted: 29.1 GB reserved at qwen3.6-27b. qwen3-8b and smollm2 are held out:
+foretold 35.9 and 1.7 GB in all, measured 36.8 and 1.6."""
 CONTEXT_BYTES = round(1.2e9)
 """CUDA context, libraries and workspaces, outside torch's allocator. An assumption: 0.5 to 1.5 GB by driver."""
 PCIE_GBPS = 35.0
@@ -44,6 +50,8 @@ class Card:
     """Bytes that a process may use."""
     tflops: float
     """Sustained bf16 matrix rate."""
+    bandwidth: float
+    """Nominal terabytes a second of its memory."""
     peer_gbps: float
     """Gigabytes a second between two of one host; above PCIE_GBPS they write into each other's memory."""
     fp8: bool
@@ -55,10 +63,16 @@ class Card:
         return self.peer_gbps > PCIE_GBPS
 
 
-def _card(name: str, gib: float, nominal: float, peer_gbps: float, fp8: bool) -> Card:
-    rate = nominal * SUSTAINED_SHARE
-    source = f"{nominal:g} nominal x {SUSTAINED_SHARE:.2f}"
-    return Card(name=name, memory=round(gib * GIB), tflops=rate, peer_gbps=peer_gbps, fp8=fp8, source=source)
+def _card(name: str, gib: float, nominal: float, bandwidth: float, peer_gbps: float) -> Card:
+    return Card(
+        name=name,
+        memory=round(gib * GIB),
+        tflops=nominal * SUSTAINED_SHARE,
+        bandwidth=bandwidth,
+        peer_gbps=peer_gbps,
+        fp8=not name.startswith(("a100", "rtx3")),
+        source=f"{nominal:g} nominal x {SUSTAINED_SHARE:.2f}",
+    )
 
 
 CARDS: tuple[Card, ...] = (
@@ -66,18 +80,19 @@ CARDS: tuple[Card, ...] = (
         name="h200",
         memory=139 * GIB,
         tflops=H200_MATRIX_TFLOPS,
+        bandwidth=4.8,
         peer_gbps=300.0,
         fp8=True,
-        source="measured, sustained",
+        source="measured",
     ),
-    _card("b200", 178.0, 2250.0, 600.0, True),
-    _card("h100", 79.0, 989.0, 300.0, True),
-    _card("a100", 79.0, 312.0, 200.0, False),
-    _card("a100-40gb", 39.0, 312.0, 200.0, False),
-    _card("rtx-pro-6000", 94.0, 504.0, PCIE_GBPS, True),
-    _card("l40s", 44.0, 362.0, PCIE_GBPS, True),
-    _card("rtx5090", 31.0, 210.0, PCIE_GBPS, True),
-    _card("rtx4090", 23.0, 165.0, PCIE_GBPS, True),
-    _card("rtx3090", 23.0, 71.0, PCIE_GBPS, False),
+    _card("b200", 178.0, 2250.0, 8.0, 600.0),
+    _card("h100", 79.0, 989.0, 3.35, 300.0),
+    _card("a100", 79.0, 312.0, 2.0, 200.0),
+    _card("a100-40gb", 39.0, 312.0, 1.55, 200.0),
+    _card("rtx-pro-6000", 94.0, 504.0, 1.79, PCIE_GBPS),
+    _card("l40s", 44.0, 362.0, 0.86, PCIE_GBPS),
+    _card("rtx5090", 31.0, 210.0, 1.79, PCIE_GBPS),
+    _card("rtx4090", 23.0, 165.0, 1.0, PCIE_GBPS),
+    _card("rtx3090", 23.0, 71.0, 0.94, PCIE_GBPS),
 )
-"""Memory as the driver reports it, nominal dense bf16 rates (fp32 sums) as their makers state them."""
+"""Memory as the driver reports it; dense bf16 rates (fp32 sums) and bandwidths as their makers state them."""

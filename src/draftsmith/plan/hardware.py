@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ def _card_of(what: str, text: str) -> Card:
     like = min(CARDS, key=lambda card: abs(card.memory - size))
     source = f"assumed like {like.name}; say {what}@{like.tflops:.0f} with your own"
     # Whether cards that are known by memory alone reach each other isn't known: features go through the host.
-    return Card(name=what.upper(), memory=size, tflops=like.tflops, peer_gbps=PCIE_GBPS, fp8=like.fp8, source=source)
+    return replace(like, name=what.upper(), memory=size, peer_gbps=PCIE_GBPS, source=source)
 
 
 def this_machine(link_gbps: float = 400.0, seconds: float = 2.0) -> Hardware:
@@ -99,6 +100,7 @@ def this_machine(link_gbps: float = 400.0, seconds: float = 2.0) -> Hardware:
         name=str(properties.name).lower(),
         memory=int(properties.total_memory),
         tflops=measure_rate(seconds),
+        bandwidth=measure_bandwidth(),
         peer_gbps=300.0 if peers else PCIE_GBPS,
         fp8=(properties.major, properties.minor) >= (8, 9),
         source="measured now",
@@ -111,15 +113,32 @@ def measure_rate(seconds: float) -> float:
     a = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
     b, out = torch.randn_like(a), torch.empty_like(a)
 
-    def spent(repeats: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            torch.mm(a, b, out=out)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / repeats
+    def product() -> None:
+        torch.mm(a, b, out=out)
 
-    spent(3)
-    once = spent(10)
-    return 2 * MATRIX**3 / spent(max(10, round(seconds / once))) / 1e12
+    _seconds(product, 3)
+    once = _seconds(product, 10)
+    return 2 * MATRIX**3 / _seconds(product, max(10, round(seconds / once))) / 1e12
+
+
+def measure_bandwidth() -> float:
+    """Terabytes a second of a copy of 1 GB, read and written."""
+    a = torch.zeros(1 << 30, device="cuda", dtype=torch.uint8)
+    b = torch.empty_like(a)
+
+    def copy() -> None:
+        b.copy_(a)
+
+    _seconds(copy, 3)
+    return 2 * a.numel() / _seconds(copy, 10) / 1e12
+
+
+def _seconds(run: Callable[[], None], repeats: int) -> float:
+    """Of one call, by device events."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.data.buckets import OrderConfig
 from draftsmith.drafter.loss import LossSums
 from draftsmith.plan.calibration import CONTEXT_BYTES, POOL_SLACK, Card
-from draftsmith.plan.workload import Job, drafter_parameters
+from draftsmith.plan.workload import BF16, FP32, Job, activation_bytes, chunk_bytes, drafter_parameters
 
-BF16, FP32 = 2, 4
-FORWARDS_PER_BATCH = 4
-"""A forward of the target holds at most a quarter of a batch (`data.buckets.OrderConfig`)."""
 STAGING_SETS = 2
 
 
@@ -58,37 +56,12 @@ def batch_why(job: Job) -> str:
     return f"{job.shape.num_tokens:,} tokens x {job.shape.hidden_size:,} x {kinds}"
 
 
-def activation_bytes(job: Job) -> int:
-    """Kept from forward to backward by a draw, apart from the logits: what the graphs' pool is mostly made of.
-
-    Per block row and layer: the residual stream and its norm, twice; queries before and after rotation and the
-    attention's output; own keys and values; gate, up and their product. Per context token and layer: keys, rotated
-    keys, values, and both beside the block's. Once: the context before and after its norm, its gradient; the
-    block's embedding, the last hidden state and its gradient; the weights' gradients in bf16 before they are added up.
-    """
-    d = job.drafter
-    rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
-    heads, keys = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
-    per_row = 4 * H + 3 * heads + 2 * keys + 3 * d.intermediate_size
-    kept = 1 if job.checkpoint_layers else d.num_layers
-    stream = rows * H * (d.num_layers if job.checkpoint_layers else 0)
-    context = tokens * (5 * keys * kept + 3 * H)
-    once = rows * 3 * H + drafter_parameters(d)
-    return BF16 * (rows * per_row * kept + stream + context + once)
-
-
-def chunk_bytes(job: Job) -> int:
-    """Logits of a chunk in bf16 and fp32 and their gradient (twice with a teacher)."""
-    rows = max(1, job.chunk_rows // job.drafter.block_size) * job.drafter.block_size
-    return rows * job.drafter.vocab_size * (BF16 + FP32 + FP32) * (2 if job.shape.last_hidden else 1)
-
-
 def graph_buffers(job: Job) -> list[Buffer]:
     """What a captured step reads and its pool."""
     d = job.drafter
     small = job.shape.num_tokens * FP32 + LossSums.num_sums(d.block_size) * 2 * FP32
     activations, chunk = activation_bytes(job), chunk_bytes(job)
-    slack = round((activations + chunk) * (POOL_SLACK - 1))
+    slack = round(activations * (POOL_SLACK - 1))
     return [
         Buffer(name="graph input", bytes=job.shape.num_bytes + small, why=f"one batch: {batch_why(job)}"),
         Buffer(
@@ -98,7 +71,7 @@ def graph_buffers(job: Job) -> list[Buffer]:
             + (", recomputed" if job.checkpoint_layers else ""),
         ),
         Buffer(name="logits chunk", bytes=chunk, why=f"{job.chunk_rows:,} rows x {d.vocab_size:,}"),
-        Buffer(name="pool slack", bytes=slack, why="gaps in the graphs' pool"),
+        Buffer(name="pool slack", bytes=slack, why="what the count of activations misses, gaps"),
     ]
 
 
@@ -107,7 +80,7 @@ def target_buffers(job: Job) -> list[Buffer]:
     facts = job.target.facts
     inner = job.target.total - job.target.ends
     weights = inner * (1 if job.fp8 else BF16) + ends_bytes(job)
-    tokens = job.shape.num_tokens // FORWARDS_PER_BATCH
+    tokens = job.shape.num_tokens // OrderConfig().forwards_per_batch
     heads = facts.num_heads * facts.head_dim + 2 * facts.num_kv_heads * facts.head_dim
     forward = tokens * (4 * facts.hidden_size + 2 * heads + 3 * facts.intermediate_size) * BF16
     return [

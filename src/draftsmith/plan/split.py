@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from draftsmith.plan.calibration import Card
 from draftsmith.plan.hardware import Hardware
-from draftsmith.plan.memory import FP32, RoleMemory, drafter_memory, joint_memory, target_memory
-from draftsmith.plan.workload import Job, drafter_parameters, drafter_rate, target_rate
+from draftsmith.plan.memory import RoleMemory, drafter_memory, joint_memory, target_memory
+from draftsmith.plan.workload import FP32, Job, drafter_parameters, drafter_rate, target_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

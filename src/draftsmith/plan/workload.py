@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from draftsmith.drafter.model import DrafterConfig
 from draftsmith.errors import ConfigError
 from draftsmith.plan.calibration import (
+    BYTES_PER_LOGIT,
     DECODE_SHARE,
     DRAFTER_SHARE,
+    MOVED_TIMES,
     TARGET_DENSE_SHARE,
     TARGET_FP8_SHARE,
     TARGET_HYBRID_SHARE,
@@ -16,6 +18,8 @@ from draftsmith.plan.calibration import (
 )
 from draftsmith.records import BatchShape
 from draftsmith.target.weigh import TargetSize
+
+BF16, FP32 = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,37 @@ def draw_flops(job: Job) -> float:
     return layers + context + 4 * tokens * len(d.taps) * H * H + head
 
 
+def activation_bytes(job: Job) -> int:
+    """Kept from forward to backward by a draw, apart from the logits: what the graphs' pool is mostly made of.
+
+    Per block row and layer: the residual stream and its norm, twice; queries before and after rotation and the
+    attention's output; own keys and values; gate, up and their product. Per context token and layer: keys, rotated
+    keys, values, and both beside the block's. Once: the context before and after its norm, its gradient; the
+    block's embedding, the last hidden state and its gradient; the weights' gradients in bf16 before they are added up.
+    """
+    d = job.drafter
+    rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
+    heads, keys = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    per_row = 4 * H + 3 * heads + 2 * keys + 3 * d.intermediate_size
+    kept = 1 if job.checkpoint_layers else d.num_layers
+    stream = rows * H * (d.num_layers if job.checkpoint_layers else 0)
+    context = tokens * (5 * keys * kept + 3 * H)
+    once = rows * 3 * H + drafter_parameters(d)
+    return BF16 * (rows * per_row * kept + stream + context + once)
+
+
+def chunk_bytes(job: Job) -> int:
+    """Logits of a chunk and their gradient (twice with a teacher)."""
+    rows = max(1, job.chunk_rows // job.drafter.block_size) * job.drafter.block_size
+    return BYTES_PER_LOGIT * rows * job.drafter.vocab_size * (2 if job.shape.last_hidden else 1)
+
+
+def moved_bytes(job: Job) -> float:
+    """Activations and all logits of a draw, each counted once."""
+    rows = job.num_anchors * job.drafter.block_size
+    return activation_bytes(job) + (BF16 + 2 * FP32) * rows * job.drafter.vocab_size
+
+
 def target_flops(job: Job) -> float:
     """Operations of the target for one token, attention left out: 2 per parameter passed, up to the last tap."""
     layers = job.target.layers if job.shape.last_hidden else job.target.layers[: job.drafter.taps[-1] + 1]
@@ -122,8 +157,10 @@ def target_flops(job: Job) -> float:
 
 
 def draw_seconds(job: Job, card: Card) -> float:
-    """One captured draw with its update."""
-    return draw_flops(job) / (DRAFTER_SHARE * card.tflops * 1e12)
+    """One captured draw with its update: products at the matrix rate, everything between them at memory's."""
+    return draw_flops(job) / (DRAFTER_SHARE * card.tflops * 1e12) + moved_bytes(job) * MOVED_TIMES / (
+        card.bandwidth * 1e12
+    )
 
 
 def target_share(job: Job) -> float:
