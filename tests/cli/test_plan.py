@@ -78,6 +78,27 @@ def test_one_gpu_is_saved_without_roles() -> None:
     assert tables["data"] == {"data": "mine.jsonl"}
 
 
+def test_an_8b_drafter_of_three_layers_trains_from_disk_on_24_gb() -> None:
+    flags = [
+        "--features",
+        "features",
+        "--layers",
+        "3",
+        "--token-budget",
+        "8192",
+        "--anchors",
+        "256",
+        "--hardware",
+        "rtx4090",
+    ]
+    command = configure_plan(["--target", "configs/qwen3-8b", *flags])
+    made = plan_of(command)
+    assert made.fits
+    tables = tomllib.loads(plan_toml(command, made))
+    assert tables["data"] == {"features": "features"}
+    assert tables["pipeline"] == {"drafters": 1}
+
+
 def test_what_doesnt_fit_ends_with_1() -> None:
     assert plan(["--target", "Qwen/Qwen3.6-27B", "--hardware", "rtx3090"]) == 1
 

@@ -68,3 +68,11 @@ def test_remarks_name_idle_roles_memory_and_network(reference: Job) -> None:
     slow_target = replace(reference, target=replace(reference.target, layers=(10**12,) * 10))
     starved = make_plan(slow_target, hardware, Asked(targets=1, drafters=6))
     assert any(remark.startswith("drafters would idle") for remark in starved.remarks())
+
+
+def test_features_from_disk_are_planned_without_a_target(reference: Job) -> None:
+    plan = make_plan(reference, parse_hardware("2xh100"), Asked(from_disk=True))
+    assert plan.split.from_disk
+    assert plan.crossing.limit == float("inf")
+    assert {change.split.from_disk for change in plan.changes} == {True}
+    assert "--target-compute fp8" not in {change.name for change in plan.changes}

@@ -39,3 +39,9 @@ def test_a_plan_that_doesnt_fit_says_so(reference: Job) -> None:
 
 def test_hours_are_said_as_people_do() -> None:
     assert (hours(0.5), hours(3), hours(72)) == ("30 minutes", "3.0 hours", "3.0 days")
+
+
+def test_features_from_disk_say_what_is_read(reference: Job) -> None:
+    text = shown(reference, "2xh100", asked=Asked(from_disk=True))
+    assert "GB/s to be read" in text
+    assert "target weights" not in text

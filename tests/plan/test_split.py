@@ -8,6 +8,7 @@ from draftsmith.plan.hardware import parse_hardware
 from draftsmith.plan.split import (
     all_splits,
     best_card_use,
+    evaluate_disk,
     evaluate_joint,
     evaluate_split,
     network,
@@ -99,3 +100,14 @@ def test_the_fullest_role_counts(tiny: Job) -> None:
     split = evaluate_split(tiny, hardware, 1, 1)
     assert peak_memory(split) == max(role.total for role in split.memory)
     assert best_card_use(split, hardware.card) == pytest.approx(peak_memory(split) / hardware.card.memory)
+
+
+def test_features_from_disk_need_no_target(tiny: Job) -> None:
+    hardware = parse_hardware("2xrtx4090")
+    split = evaluate_disk(tiny, hardware)
+    assert split.rate == 2 * drafter_rate(tiny, hardware.card, reduce_seconds(tiny, hardware, 2))
+    assert (split.idle_targets, split.idle_drafters) == (0, 0)
+    names = {buffer.name for role in split.memory for buffer in role.buffers}
+    assert "target weights" not in names
+    assert "ring" not in names
+    assert split.describe() == "2 drafter, features from disk"

@@ -76,8 +76,9 @@ def configure_plan(arguments: Sequence[str]) -> PlanCommand:
         over["target"] = {"target": target}
     elif "target" not in tables:
         raise ConfigError("no target to plan for: give --target T (a hub id, a folder, configs/qwen3-8b) or --recipe")
-    if peek(rest, "--data") or "data" not in tables:
-        over["data"] = {"data": peek(rest, "--data") or UNNAMED}
+    data = {flag: value for flag in ("data", "features") if (value := peek(rest, f"--{flag}"))}
+    if data or "data" not in tables:
+        over["data"] = data or {"data": UNNAMED}
     run = build_config(merge(tables, over), recipe or "the command line")
     hardware = peek(rest, "--hardware") or ("8xh100" if asks_help else "")
     default = PlanCommand(run=run, hardware=hardware, measure="--measure" in rest)
@@ -106,6 +107,7 @@ def plan_of(command: PlanCommand) -> Plan:
         targets=0 if pipeline.targets == "auto" else pipeline.targets,
         drafters=0 if pipeline.drafters == "auto" else pipeline.drafters,
         joint=pipeline.colocate,
+        from_disk=bool(command.run.data.features),
     )
     return make_plan(job, machine, asked)
 
@@ -184,9 +186,13 @@ def plan_toml(command: PlanCommand, made: Plan) -> str:
     """The plan as a recipe: what it decided, with its figures as comments."""
     run, job, split = command.run, made.job, made.split
     roles = "colocate = true" if split.joint else f"targets = {split.targets}\ndrafters = {split.drafters}"
-    if split.joint and made.hardware.num_gpus == 1:
+    if split.from_disk:
+        roles = f"drafters = {split.drafters}"
+    elif split.joint and made.hardware.num_gpus == 1:
         roles = "# one GPU does both"
-    data = "" if run.data.data == UNNAMED else f'\n[data]\ndata = "{run.data.data}"\n'
+    named = {"data": run.data.data, "features": run.data.features}
+    lines = [f'{key} = "{value}"\n' for key, value in named.items() if value and value != UNNAMED]
+    data = "\n[data]\n" + "".join(lines) if lines else ""
     return f"""# {job.target.facts.name} on {made.hardware.describe()}
 # expected: {split.rate:,.0f} tokens/s, {made.hours:.1f} hours, {max(role.total for role in split.memory) / 1e9:.0f} GB
 out = "{run.out}"

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from draftsmith.errors import ConfigError
 from draftsmith.plan.hardware import Hardware
 from draftsmith.plan.split import (
+    NO_CROSSING,
     Crossing,
     Split,
     all_splits,
+    evaluate_disk,
     evaluate_joint,
     evaluate_split,
     network,
@@ -29,10 +31,12 @@ class Asked:
     targets: int = 0
     drafters: int = 0
     joint: bool = False
+    from_disk: bool = False
+    """Features were captured before: no target runs."""
 
     @property
     def is_open(self) -> bool:
-        return not (self.targets or self.drafters or self.joint)
+        return not (self.targets or self.drafters or self.joint or self.from_disk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,11 @@ class Plan:
         return said
 
 
+def fastest_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
+    """The fastest that fits, or the fastest at all; with features on disk there is but one."""
+    return evaluate_disk(job, hardware) if asked.from_disk else all_splits(job, hardware)[0]
+
+
 def choose_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
     """The split that is asked for, or the fastest that fits (the fastest at all where none does).
 
@@ -108,8 +117,8 @@ def choose_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
         ConfigError: more workers than GPUs.
     """
     count = hardware.num_gpus
-    if asked.is_open:
-        return all_splits(job, hardware)[0]
+    if asked.is_open or asked.from_disk:
+        return fastest_split(job, hardware, asked)
     if asked.joint:
         return evaluate_joint(job, hardware)
     drafters = asked.drafters or count - asked.targets
@@ -131,19 +140,19 @@ def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
         job=job,
         hardware=hardware,
         split=split,
-        fastest=all_splits(job, hardware)[0],
+        fastest=fastest_split(job, hardware, asked),
         hours=hours,
         gpu_hours=hours * hardware.num_gpus,
         regenerate_hours=regenerate,
         draw_ms=1e3 * draw_seconds(job, hardware.card),
         reduce_ms=1e3 * reduce_seconds(job, hardware, split.drafters),
-        crossing=network(job, hardware, split.targets, split.drafters),
-        changes=tuple(_changes(job, hardware, split)),
+        crossing=NO_CROSSING if split.from_disk else network(job, hardware, split.targets, split.drafters),
+        changes=tuple(_changes(job, hardware, asked, split)),
         store_bytes=job.corpus.tokens / job.batch_tokens * job.shape.num_bytes,
     )
 
 
-def _changes(job: Job, hardware: Hardware, split: Split) -> list[Change]:
+def _changes(job: Job, hardware: Hardware, asked: Asked, split: Split) -> list[Change]:
     """The plan with one thing changed at a time, each on its own best split."""
     anchors = job.num_anchors
     half = max(1, job.draws_per_batch // 2)
@@ -155,10 +164,10 @@ def _changes(job: Job, hardware: Hardware, split: Split) -> list[Change]:
     ]
     if not job.checkpoint_layers:
         jobs.append(("--checkpoint-layers", "activations again in backward", replace(job, checkpoint_layers=True)))
-    if hardware.card.fp8 and not job.fp8:
+    if hardware.card.fp8 and not job.fp8 and not asked.from_disk:
         jobs.append(("--target-compute fp8", "the target's products in 8 bits", replace(job, fp8=True)))
-    changes = [_change(name, why, changed, all_splits(changed, hardware)[0]) for name, why, changed in jobs]
-    if hardware.hosts == 1 and not split.joint:
+    changes = [_change(name, why, changed, fastest_split(changed, hardware, asked)) for name, why, changed in jobs]
+    if hardware.hosts == 1 and not split.joint and not asked.from_disk:
         changes.append(_change("--colocate", "both roles on every GPU", job, evaluate_joint(job, hardware)))
     return changes
 

@@ -16,13 +16,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_heading(plan), highlight=False)
     for role in plan.split.memory:
         console.print(_memory(role, plan))
-    if not plan.split.joint and not plan.hardware.card.has_peers and plan.hardware.hosts == 1:
+    if plan.split.from_disk:
+        read = plan.split.rate * plan.store_bytes / plan.job.corpus.tokens
+        console.print(f"disk: {read / GB:.2f} GB/s to be read, {plan.store_bytes / 1e12:.2f} TB\n", highlight=False)
+    elif not plan.split.joint and not plan.hardware.card.has_peers and plan.hardware.hosts == 1:
         host = plan.split.drafters * plan.job.ring_slots * plan.job.shape.num_bytes
         console.print(f"host: {host / GB:.1f} GB pinned, the rings between the GPUs\n", highlight=False)
     console.print(_rates(plan))
     console.print(_draw(plan), highlight=False)
     console.print(_time(plan), highlight=False)
-    if plan.hardware.hosts > 1:
+    if plan.hardware.hosts > 1 and not plan.split.from_disk:
         console.print(_network(plan), highlight=False)
     console.print(_changes(plan))
     for remark in plan.remarks():
@@ -70,7 +73,7 @@ def _rates(plan: Plan) -> Table:
         ("target", split.targets, split.target_rate, split.idle_targets),
         ("drafter", split.drafters, split.drafter_rate, split.idle_drafters),
     )
-    for name, count, alone, idle in rows:
+    for name, count, alone, idle in rows[1:] if split.from_disk else rows:
         table.add_row(name, f"{count}", f"{alone:,.0f}", f"{split.rate:,.0f}", f"{idle:.0%}")
     return table
 

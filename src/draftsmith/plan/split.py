@@ -27,14 +27,20 @@ class Split:
     fits: bool
 
     @property
+    def from_disk(self) -> bool:
+        return self.targets == 0
+
+    @property
     def idle_targets(self) -> float:
-        return 0.0 if self.joint else 1.0 - self.rate / self.target_rate
+        return 0.0 if self.joint or self.from_disk else 1.0 - self.rate / self.target_rate
 
     @property
     def idle_drafters(self) -> float:
         return 0.0 if self.joint else 1.0 - self.rate / self.drafter_rate
 
     def describe(self) -> str:
+        if self.from_disk:
+            return f"{self.drafters} drafter, features from disk"
         return f"both roles on {self.targets}" if self.joint else f"{self.targets} target + {self.drafters} drafter"
 
 
@@ -87,6 +93,23 @@ def evaluate_joint(job: Job, hardware: Hardware) -> Split:
     )
 
 
+def evaluate_disk(job: Job, hardware: Hardware) -> Split:
+    """Every GPU trains from features on disk; no target is there. What disks give is not known here."""
+    count = hardware.num_gpus
+    consumed = count * drafter_rate(job, hardware.card, reduce_seconds(job, hardware, count))
+    memory = (drafter_memory(job, ring_here=False),)
+    return Split(
+        targets=0,
+        drafters=count,
+        joint=False,
+        rate=consumed,
+        target_rate=float("inf"),
+        drafter_rate=consumed,
+        memory=memory,
+        fits=memory[0].fits(hardware.card),
+    )
+
+
 def all_splits(job: Job, hardware: Hardware) -> list[Split]:
     """Every way to use all GPUs, fastest first, those that fit before those that don't.
 
@@ -110,6 +133,9 @@ class Crossing:
     """Of all tokens, those that pass that link."""
     limit: float
     """Tokens a second at which that link is full."""
+
+
+NO_CROSSING = Crossing(bytes_per_token=0.0, host="none", share=0.0, limit=float("inf"))
 
 
 def network(job: Job, hardware: Hardware, targets: int, drafters: int) -> Crossing:

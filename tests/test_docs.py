@@ -1,0 +1,90 @@
+"""Every draftsmith command in README, guides and recipes is one that the command line takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli import VERBS
+from draftsmith.cli.plan import configure_plan
+from draftsmith.cli.train import configure
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = {
+    "your-first-drafter", "five-targets-two-drafters", "small-cards-and-features-on-disk", "data-and-thinking",
+    "serving", "is-a-stock-drafter-enough", "reading-the-report", "planning", "troubleshooting", "design-notes",
+}  # fmt: skip
+FENCE = re.compile(r"^```(?:bash|sh|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NOT_YET = {"inspect", "regenerate", "verify", "chat"}
+"""Verbs that the guides name and that may still be missing."""
+START = re.compile(r"(?:^|\s)(?:\.venv/bin/|-m )?draftsmith (?P<rest>[a-z].*)$")
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+def commands(text: str) -> list[str]:
+    """What follows `draftsmith` on the command lines of a text, continued lines joined."""
+    joined = re.sub(r"\\\n(?:#\s*)?\s*", "", text)
+    found = (START.search(line.split("  #")[0].rstrip()) for line in joined.splitlines())
+    return [match["rest"] for match in found if match]
+
+
+def documented() -> list[tuple[str, str]]:
+    pages = [
+        (str(page.relative_to(ROOT)), command)
+        for page in PAGES
+        for block in FENCE.findall(page.read_text(encoding="utf-8"))
+        for command in commands(block)
+    ]
+    recipes = [
+        (str(path.relative_to(ROOT)), command)
+        for path in sorted((ROOT / "recipes").glob("*.toml"))
+        for command in commands(
+            "\n".join(line[1:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#   "))
+        )
+    ]
+    return pages + recipes
+
+
+DOCUMENTED = documented()
+
+
+def test_all_guides_are_there_and_have_commands() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "guides").glob("*.md")} >= GUIDES
+    assert len(DOCUMENTED) > 25
+
+
+@pytest.mark.parametrize(("where", "command"), DOCUMENTED, ids=[f"{where}: {text}" for where, text in DOCUMENTED])
+def test_a_documented_command_parses(
+    where: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)  # recipes are named from the project's folder
+    verb, *arguments = shlex.split(command)
+    if verb in NOT_YET and verb not in VERBS:
+        pytest.skip(f"{verb} is not built yet")
+    assert verb in VERBS, f"{where}: {verb}"
+    if verb in ("train", "capture"):
+        arguments = [argument for argument in arguments if argument != "--dry-run"]
+        if "--resume" in arguments or "--plan" in arguments:
+            return  # of folders that only a run makes; what they do is tested with one
+        configure(arguments, verb, "")
+    elif verb == "plan":
+        configure_plan(arguments)
+    elif importlib.util.find_spec(f"draftsmith.cli.{VERBS[verb].module}") is None:
+        pytest.skip(f"{verb} has no module yet")
+    else:
+        with pytest.raises(SystemExit):
+            VERBS[verb].load()(["--help"])
+        help_text = capsys.readouterr().out
+        for flag in FLAG.findall(command):
+            assert flag in help_text, f"{where}: {verb} has no {flag}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+\.(?:md|toml))", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"
