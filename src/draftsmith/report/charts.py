@@ -43,7 +43,8 @@ def _progress(runs: Sequence[Run]) -> list[Chart]:
         def draw() -> Figure:
             figure, axes = new_axes(label, "cross entropy of a label (nats)")
             _lines(axes, runs, x, "ce")
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            if x is not Run.gpu_minutes:
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             return figure
 
         return draw
