@@ -6,9 +6,11 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftsmith import __version__
@@ -60,14 +62,18 @@ def run(arguments: Sequence[str]) -> int:
     verb = VERBS.get(rest[0])
     errors = Console(stderr=True)
     if verb is None:
-        errors.print(f"[red]error:[/red] unknown verb {rest[0]!r}; known: {', '.join(VERBS)}", highlight=False)
+        near = get_close_matches(rest[0], VERBS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        message = escape(f"unknown verb {rest[0]!r}: {hint}known are {', '.join(VERBS)}")
+        errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
         return USAGE_EXIT
     try:
         return verb.load()(rest[1:])
     except DraftsmithError as error:
         if debug:
             raise
-        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True, markup=True)
+        message = escape(" ".join(str(error).split()))
+        errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
         return USAGE_EXIT
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from typing import Any, TypeVar, cast
 
 import tyro
 
+from draftsmith.errors import ConfigError, UsageError
+
 T = TypeVar("T")
+FRAME = "│╭╮╰╯ \n"
+RULE = "───"
 
 
 def parse(kind: type[T], verb: str, arguments: Sequence[str], about: str, default: T | None = None) -> T:
@@ -19,13 +26,50 @@ def parse(kind: type[T], verb: str, arguments: Sequence[str], about: str, defaul
         arguments: what follows the verb.
         about: first paragraph of the help.
         default: values that stand where no flag is given.
+
+    Raises:
+        UsageError: what a config class found wrong, or a ConfigError with what tyro did.
     """
     options: dict[str, Any] = {} if default is None else {"default": default}
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    parsed: Any = cast(Any, tyro.cli)(
-        kind, prog=f"draftsmith {verb}", args=list(arguments), description=about, config=markers, **options
-    )
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            parsed: Any = cast(Any, tyro.cli)(
+                kind, prog=f"draftsmith {verb}", args=list(arguments), description=about, config=markers, **options
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        found = _cause(end)
+        if found is not None:
+            raise found from None
+        raise ConfigError(f"{one_line(said.getvalue())} (draftsmith {verb} --help explains every option)") from None
     return cast(T, parsed)
+
+
+def _cause(end: BaseException) -> UsageError | None:
+    """The error of a config class for which tyro ended the parse."""
+    error: BaseException | None = end
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__context__
+    return error
+
+
+def one_line(box: str) -> str:
+    """What a framed message of tyro says, up to its first rule, less the frame; with the option that was likely meant."""
+    kept: list[str] = []
+    for line in box.splitlines():
+        text = line.strip(FRAME)
+        if RULE in text:
+            if kept:
+                break
+            continue
+        if text:
+            kept.append(text)
+    text = " ".join(kept).partition(" Got errors:")[0].removesuffix(".")
+    meant = re.search(r"Perhaps you meant:.*?(--[\w-]+)", box, re.DOTALL)
+    return f"{text}; did you mean {meant[1]}?" if meant else text
 
 
 def peek(arguments: Sequence[str], flag: str) -> str | None:
