@@ -74,7 +74,8 @@ SHAPES: dict[str, Shape] = {
         mean_length=260,
     ),
     "tiny": Shape(
-        drafter=_drafter(256, 512, (4, 2, 64), 2, 8, 1024, 1e4), num_tokens=2048, num_anchors=128, loss=LOSS, mean_length=200
+        drafter=_drafter(256, 512, (4, 2, 64), 2, 8, 1024, 1e4), num_tokens=2048, num_anchors=128, loss=LOSS,
+        mean_length=200,
     ),
 }  # fmt: skip
 
