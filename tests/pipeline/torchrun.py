@@ -14,7 +14,10 @@ from tests.pipeline.tiny import Sizes
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(ranks: int, arguments: list[str], *, seconds: float, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+Done = subprocess.CompletedProcess[str]
+
+
+def torchrun(ranks: int, arguments: list[str], *, seconds: float, restarts: int = 0) -> Done:
     """Run torchrun on one host; its output and exit status."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
@@ -27,7 +30,7 @@ def torchrun(ranks: int, arguments: list[str], *, seconds: float, restarts: int 
     )
 
 
-def run_ranks(out: Path, sizes: Sizes, fault: str = "", *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def run_ranks(out: Path, sizes: Sizes, fault: str = "", *, seconds: float = 120) -> Done:
     script = str(ROOT / "tests" / "pipeline" / "rank_main.py")
     arguments = [script, str(out), json.dumps(asdict(sizes)), fault]
     return torchrun(sizes.targets + sizes.drafters, arguments, seconds=seconds)

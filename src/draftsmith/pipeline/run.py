@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftsmith.data.loader import BatchOrder
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.errors import CheckpointError, ConfigError
 from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, Progress, evaluate_prompts, plain_answers
@@ -27,25 +22,26 @@ from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
 from draftsmith.evaluate.prompts import Prompt
 from draftsmith.evaluate.statistics import compare
-from draftsmith.pipeline.assemble import Blueprint, Team, build_drafters, build_rings, build_targets
-from draftsmith.pipeline.chief import Chief, Measure, Measured, Rhythm, idle_report, masters_on_cpu
+from draftsmith.pipeline.chief import Measure, Measured, idle_report, masters_on_cpu
 from draftsmith.pipeline.documents import prompt_of
-from draftsmith.pipeline.inputs import capture_features, claim_folder, start_drafter
-from draftsmith.pipeline.producing import Producer
+from draftsmith.pipeline.inputs import claim_folder, start_drafter
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
-from draftsmith.pipeline.show import ProgressView, print_choices, train_text
+from draftsmith.pipeline.session import LocalCrew, capture_epoch, train_stage
+from draftsmith.pipeline.show import ProgressView, print_choices
 from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
-from draftsmith.pipeline.stop import Stop
-from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
-from draftsmith.pipeline.team import run_workers
+from draftsmith.pipeline.together import (
+    ChiefCrew,
+    Desk,
+    RemoteMeasures,
+    claim_together,
+    load_together,
+    run_drafter_rank,
+    run_target_rank,
+)
+from draftsmith.pipeline.world import PeerError, World, join_world
 from draftsmith.target.compute import uncompiled
-from draftsmith.target.model import load_target
-from draftsmith.train.checkpoint import Checkpoint, discard_after, load_checkpoint, restore
-from draftsmith.train.checkpoint_writer import CheckpointWriter
-from draftsmith.train.metrics import MetricsWriter, Sink, open_wandb
-from draftsmith.train.resume import compare_resume
 
-CONFIG, DRAFTER, FEATURES, EVALUATION = "config.json", "drafter", "features", "evaluation.json"
+CONFIG, DRAFTER, EVALUATION = "config.json", "drafter", "evaluation.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +57,14 @@ class RunResult:
     last: Mapping[str, Any]
     """The last log line's numbers."""
     interrupted: bool
+
+
+class Measures(Protocol):
+    """Measures drafters of a run with the true loop, here or in the first target's process."""
+
+    def measure(self, drafter: Drafter, name: str) -> EvalResult | None: ...
+
+    def during(self) -> Measure | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +93,47 @@ class Yardstick:
         with uncompiled(target):
             return evaluate_prompts(target, beside, self.prompts, self.config, tell, self.plains, name)
 
+    def answer(self, name: str, weights: Mapping[str, Tensor]) -> EvalResult:
+        """For the first drafter of a distributed run, which has no target."""
+        return self._answer(_with_weights(self.stage.start.config, weights), name, None)
+
     def during(self) -> Measure | None:
         """For the chief: a score and the numbers of its log line."""
         if not self.prompts:
             return None
 
-        def measure(_step: int, weights: dict[str, Tensor]) -> Measured:
-            drafter = _with_weights(self.stage.start.config, weights)
-            result = self._answer(drafter, "during", None)
-            return result.summary.tau.value, result.to_dict()["summary"]
+        return lambda _step, weights: _measured(self.answer("during", weights))
 
-        return measure
+
+def _measured(result: EvalResult) -> Measured:
+    return result.summary.tau.value, result.to_dict()["summary"]
+
+
+class RemoteYardstick:
+    """The same, measured by the first target's process."""
+
+    def __init__(self, stage: Stage, world: World) -> None:
+        self._stage, self._remote = stage, RemoteMeasures(world)
+        self._num_prompts = int(world.wait("prompts", "the first target to answer the prompts"))
+
+    def measure(self, drafter: Drafter, name: str) -> EvalResult | None:
+        """The true loop's result; None where there is nothing to measure on."""
+        if not self._num_prompts:
+            return None
+        with self._stage.console.status(f"measuring {name}"):
+            return self._ask(name, drafter.state_dict())
+
+    def during(self) -> Measure | None:
+        """For the chief: a score and the numbers of its log line."""
+        if not self._num_prompts:
+            return None
+        return lambda _step, weights: _measured(self._ask("during", weights))
+
+    def _ask(self, name: str, weights: Mapping[str, Tensor]) -> EvalResult:
+        names = self._stage.start.drafter.state_dict()
+        result = self._remote.ask(name, {key: weights[key] for key in names})
+        assert isinstance(result, EvalResult)
+        return result
 
 
 def train(config: RunConfig, console: Console) -> RunResult:
@@ -111,13 +145,24 @@ def train(config: RunConfig, console: Console) -> RunResult:
     started = time.perf_counter()
     if config.pipeline.threads:
         torch.set_num_threads(config.pipeline.threads)
-    run = claim_folder(Path(config.out), resume=config.resume)
-    stage = prepare_stage(config, run, load_inputs(config, run, console), console)
+    world = join_world(config.pipeline)
+    if world is None:
+        run = claim_folder(Path(config.out), resume=config.resume)
+        stage = prepare_stage(config, run, load_inputs(config, run, console), console)
+        result = _lead(stage, _yardstick(stage), LocalCrew(stage))
+    else:
+        console.quiet = not world.roles.is_chief
+        result = _train_in_ranks(world, config, console)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> RunResult:
+    """Measure, train, measure, export."""
+    config, run = stage.config, stage.run
     record = {"config": asdict(config), "resolved": dict(stage.record.config)}
     (run / CONFIG).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    yardstick = _yardstick(stage)
     before = yardstick.measure(stage.start.drafter, "before") if config.measure.measure_start else None
-    team, chief = _train(stage, yardstick.during())
+    team, chief = train_stage(stage, yardstick.during(), crew)
     weights = masters_on_cpu(team.drafters[0])
     steps = team.drafters[0].step
     after = yardstick.measure(_with_weights(stage.start.config, weights), "after")
@@ -126,16 +171,62 @@ def train(config: RunConfig, console: Console) -> RunResult:
     body = {name: result.to_dict() for name, result in results.items() if result is not None}
     (run / EVALUATION).write_text(json.dumps(body), encoding="utf-8")
     for line in idle_report(team):
-        console.print(f"[yellow]{line}[/yellow]")
+        stage.console.print(f"[yellow]{line}[/yellow]")
     return RunResult(
         out=run,
         steps=steps,
         before=before,
         after=after,
         drafter=folder,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         last=chief.last,
         interrupted=steps < stage.batching.total_steps,
+    )
+
+
+def _train_in_ranks(world: World, config: RunConfig, console: Console) -> RunResult:
+    """This rank's part. A failure that another rank tells on its own console is not told twice."""
+    try:
+        with world:
+            run, config = claim_together(world, config)
+            inputs = load_together(world, config, run, console)
+            stage = replace(prepare_stage(config, run, inputs, console), stop=world.stop)
+            if world.roles.is_chief:
+                result = _lead(stage, RemoteYardstick(stage, world), ChiefCrew(world))
+            else:
+                result = _help(stage, world)
+            world.meet("done")
+            return result
+    except PeerError as error:
+        if world.roles.is_chief and not error.is_told:
+            raise
+        raise SystemExit(1) from error
+
+
+def _help(stage: Stage, world: World) -> RunResult:
+    """A rank that leads nothing: train along, or produce features and, as the first target, measure."""
+    steps = 0
+    if not world.roles.is_target:
+        steps = run_drafter_rank(world, stage)
+    elif world.roles.index > 0:
+        run_target_rank(world, stage, None)
+    else:
+        yardstick = _yardstick(stage)
+        world.tell("prompts", str(len(yardstick.prompts)))
+        if stage.config.measure.measure_start and yardstick.prompts:
+            Desk(world, stage, yardstick.answer).wait()
+        run_target_rank(world, stage, yardstick.answer)
+        if yardstick.prompts:
+            Desk(world, stage, yardstick.answer).wait()
+    return RunResult(
+        out=stage.run,
+        steps=steps,
+        before=None,
+        after=None,
+        drafter=stage.run / DRAFTER,
+        seconds=0.0,
+        last={},
+        interrupted=False,
     )
 
 
@@ -177,88 +268,6 @@ def _yardstick(stage: Stage) -> Yardstick:
     return Yardstick(stage=stage, prompts=prompts, config=config, plains=plains)
 
 
-def _train(stage: Stage, measure: Measure | None) -> tuple[Team, Chief]:
-    """Build the team, train to the end or to the first failure or signal."""
-    config, console, total = stage.config, stage.console, stage.batching.total_steps
-    order = stage.order()
-    store = stage.inputs.store or _cached(stage, order)
-    checkpoint = load_checkpoint(stage.run) if config.resume else None
-    if checkpoint is not None:
-        for name in discard_after(stage.run, checkpoint.position.step):
-            console.print(f"[yellow]left out {name}: newer than the checkpoint that can be read[/yellow]")
-        for remark in compare_resume(checkpoint.record.config, stage.record.config, set(config.allow_changed)):
-            console.print(f"[yellow]{remark}[/yellow]")
-    with ExitStack() as stack:
-        writer = stack.enter_context(_writer(stage, checkpoint))
-        view = ProgressView(console, "training", total, checkpoint.position.step if checkpoint else 0)
-        rhythm = Rhythm(
-            log_every=config.metrics.log_every,
-            save_every=config.checkpoint.save_every,
-            eval_every=config.measure.eval_every,
-            total_steps=total,
-        )
-
-        def show(line: Mapping[str, Any]) -> None:
-            view.update(int(line["step"]), train_text(line))
-
-        chief = Chief(rhythm, writer, measure, show, stage.stop)
-        team = _build_team(stage, order, store, chief.after_step)
-        stack.callback(team.close)
-        state, extra = team.drafters[0].stepper.state, {"totals": team.drafters[0].stepper.inputs.totals}
-        saver = stack.enter_context(CheckpointWriter(stage.run, config.checkpoint, state, stage.record, extra))
-        if checkpoint is not None:
-            _continue(team, checkpoint, console)
-        chief.join(team, saver)
-        stack.enter_context(view)
-        stack.enter_context(Signals(stage.stop, console))
-        for device in {*stage.placement.targets, *stage.placement.drafters}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # buffers were zeroed and weights copied on other streams
-        try:
-            run_workers(team.workers(), stage.stop, _nothing)
-        finally:
-            if stage.stop.failed:
-                chief.rescue()
-    return team, chief
-
-
-def _nothing() -> None:
-    return
-
-
-def _writer(stage: Stage, checkpoint: Checkpoint | None) -> MetricsWriter:
-    sinks: list[Sink] = []
-    if stage.config.metrics.wandb_project:
-        sinks.append(open_wandb(stage.config.metrics.wandb_project, stage.run, stage.record.config))
-    if checkpoint is None:
-        return MetricsWriter(stage.run, sinks=sinks)
-    position = checkpoint.position
-    return MetricsWriter(stage.run, position=position.metrics_bytes, resumed_step=position.step, sinks=sinks)
-
-
-def _cached(stage: Stage, order: BatchOrder | None) -> tuple[Path, StoreIndex] | None:
-    """Features of one epoch in the run's folder, captured now where asked to."""
-    if not stage.config.data.cache_features or order is None:
-        return None
-    return _capture(stage, stage.run / FEATURES, order)
-
-
-def _capture(stage: Stage, folder: Path, order: BatchOrder) -> tuple[Path, StoreIndex]:
-    data = stage.inputs.data
-    assert data is not None
-    index = stage.epoch_index(order, data)
-    started, seen = time.perf_counter(), 0
-    with ProgressView(stage.console, "capturing features", index.num_batches) as view:
-
-        def tell(done: int, _total: int, tokens: int) -> None:
-            nonlocal seen
-            seen += tokens
-            view.update(done, f"{seen / (time.perf_counter() - started):,.0f} tokens/s")
-
-        capture_features(folder, stage.target, stage.start.config.taps, data.train, order, index, tell)
-    return folder, index
-
-
 def capture_only(config: RunConfig, console: Console) -> Path:
     """Capture one epoch's features into `config.out`, going on where an earlier try stopped.
 
@@ -271,53 +280,7 @@ def capture_only(config: RunConfig, console: Console) -> Path:
     stage = prepare_stage(config, out, load_inputs(config, None, console), console)
     order = stage.order()
     assert order is not None
-    return _capture(stage, out, order)[0]
-
-
-def _build_team(
-    stage: Stage,
-    order: BatchOrder | None,
-    store: tuple[Path, StoreIndex] | None,
-    after_step: Callable[[int, bool], None],
-) -> Team:
-    """Rings, drafters, then targets, each compiled and captured before the next."""
-    plan = Blueprint(
-        placement=stage.placement,
-        pipeline=stage.config.pipeline,
-        batching=stage.batching,
-        shape=stage.shape,
-        state=stage.state,
-        drafter=stage.start.drafter,
-        ends=stage.target.ends(),
-        seed=stage.config.batch.seed,
-        stop=stage.stop,
-        say=stage.console.print,
-    )
-    rings = build_rings(plan)
-    drafters, streams = build_drafters(plan, rings, after_step)
-    producers: list[Producer] = []
-    if store is not None:
-        folder, index = store
-        for number in range(len(stage.placement.targets)):
-            producers.append(ShardReadLoop(f"reader {number}", folder, index, rings, plan.seed))
-    else:
-        assert order is not None
-        assert stage.inputs.data is not None
-        others = stage.placement.targets[1:]
-        targets = [stage.target, *(load_target(stage.config.target, device) for device in others)]
-        producers = build_targets(plan, targets, stage.inputs.data.train, order, rings)
-    return Team(
-        producers=producers, drafters=drafters, streams=streams, rings=rings, placement=stage.placement, stop=stage.stop
-    )
-
-
-def _continue(team: Team, checkpoint: Checkpoint, console: Console) -> None:
-    """Put every drafter, and its ring, where the checkpoint was taken."""
-    position = checkpoint.position
-    for drafter in team.drafters:
-        restore(drafter.stepper.state, checkpoint, {"totals": drafter.stepper.inputs.totals})
-        drafter.start_at(position.step)
-    console.print(f"continuing from step {position.step:,} ({checkpoint.path.name})")
+    return capture_epoch(stage, out, order)[0]
 
 
 def _with_weights(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:
@@ -339,30 +302,6 @@ def verdict(result: RunResult) -> str:
     if result.before is None or result.after is None:
         return "not measured: there were no prompts to measure on"
     return compare("after", result.after.answers, "before", result.before.answers).verdict
-
-
-class Signals:
-    """SIGINT and SIGTERM ask the run to finish its step, save and end; a second one ends it at once."""
-
-    def __init__(self, stop: Stop, console: Console) -> None:
-        self._stop, self._console = stop, console
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        if self._stop.requested:
-            os._exit(128 + number)
-        self._stop.request()
-        self._console.print("finishing the step, then saving; once more to end at once")
 
 
 def dry_run_config(config: RunConfig, out: Path) -> RunConfig:

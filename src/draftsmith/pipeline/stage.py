@@ -122,11 +122,21 @@ class Stage:
         return index_of(self.shape, order.num_batches(0), origin)
 
 
-def load_inputs(config: RunConfig, run: Path | None, console: Console) -> Inputs:
-    """The target, the conversations and the features on disk that a configuration names."""
-    placement = place(config.pipeline, reads_features=bool(config.data.features))
+def load_inputs(
+    config: RunConfig,
+    run: Path | None,
+    console: Console,
+    placement: Placement | None = None,
+    device: torch.device | None = None,
+) -> Inputs:
+    """The target, the conversations and the features on disk that a configuration names.
+
+    `placement` and the target's `device` are chosen here unless a distributed run gives them.
+    """
+    if placement is None:
+        placement = place(config.pipeline, reads_features=bool(config.data.features))
     with console.status(f"loading target {config.target.target}"):
-        target = load_target(config.target, placement.targets[0])
+        target = load_target(config.target, device or placement.targets[0])
     data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
     store = (folder, read_index(folder)) if config.data.features else None

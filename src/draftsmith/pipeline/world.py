@@ -11,7 +11,6 @@ last step, save, and all exit with 0. If one doesn't, it is dead: the others end
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,11 @@ ANSWER_SECONDS = 5.0
 
 
 class PeerError(DraftsmithError, RuntimeError):
-    """Another rank failed or died; the message says which."""
+    """Another rank failed or died; the message says which. `is_told`: that rank says so itself on its own console."""
+
+    def __init__(self, message: str, *, is_told: bool = False) -> None:
+        super().__init__(message)
+        self.is_told = is_told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ class World:
             if self.has(key):
                 return self.store.get(key)
             self._raise_failure()
+            self.stop.check()
             if time.monotonic() - started > limit:
                 me = self.roles.name(self.roles.rank)
                 raise StalledError(f"{me} waited over {limit:.0f} s for {what}: see that rank's own output")
@@ -173,15 +177,17 @@ class World:
 
     def _raise_failure(self) -> None:
         if self.has("failed"):
-            failure = json.loads(self.store.get("failed"))
-            raise PeerError(f"{failure['name']} failed: {failure['message']}")
+            raise PeerError(self.store.get("failed").decode(), is_told=True)
 
     def look(self) -> None:
         """Called by the main thread a few times a second while the workers run: failures and questions of others.
 
-        Never raises for them: it notes them in `stop`, which ends the workers.
+        Never raises for them: it notes them in `stop`, which ends the workers. This rank's own failure is told at once.
         """
         try:
+            if self.stop.error is not None:
+                self.tell_failure(self.stop.error)
+                return
             self._raise_failure()
             self._answer()
         except PeerError as error:
@@ -219,7 +225,20 @@ class World:
                 break
             time.sleep(0.05)
         names = " or ".join(self.roles.name(rank) for rank in peers)
-        return PeerError(f"lost the connection to {names}: its process died, or nothing came ({_first_line(error)})")
+        limit = f"--stall-seconds {self.stall_seconds:g}"
+        reason = f"stood still for over {limit}" if "imed out" in str(error) else "its process died"
+        return PeerError(f"lost the connection to {names}: {reason}")
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of this rank's own error; the first one told stands."""
+        if isinstance(error, PeerError):
+            return
+        name, message = self.roles.name(self.roles.rank), str(error) or type(error).__name__
+        text = message if message.startswith(name) else f"{name} failed: {message}"
+        try:
+            self.store.compare_set("failed", "", text)
+        except dist.DistError:
+            return  # the store went first: nobody is left to tell
 
     def __enter__(self) -> World:
         return self
@@ -227,14 +246,9 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, PeerError):
-            message = str(error) or type(error).__name__
-            failure = {"name": self.roles.name(self.roles.rank), "message": message}
-            try:
-                self.store.compare_set("failed", "", json.dumps(failure))
-            except dist.DistError:
-                return  # the store went first: nobody is left to tell
-        elif error is None:
+        if error is not None:
+            self.tell_failure(error)
+        else:
             dist.destroy_process_group()
 
 
@@ -283,7 +297,3 @@ def join_world(config: PipelineConfig) -> World | None:
     meet = cast(Callable[..., Iterator[Any]], rendezvous)
     store: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
     return World(roles, launch, config, PrefixStore(f"draftsmith/{launch.restarts}", store))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,152 @@
+"""`train` in ranks is `train` in threads: same losses, same measures, same folder; and it goes on after a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from draftsmith.cli import run
+from draftsmith.pipeline.together import LAUNCH, _is_same_launch
+from tests.families import save_tiny
+from tests.pipeline.torchrun import Done, torchrun
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_tiny("qwen3_5", folder / "target")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {n}"},
+                {"role": "assistant", "content": f"{n} and {n + 1}. " * 3},
+            ]
+        }
+        for n in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def arguments(inputs: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *("train", "--target", str(inputs / "target"), "--data", str(inputs / "chats.jsonl"), "--out", str(out)),
+        *("--device", "cpu", "--targets", "1", "--drafters", "2", "--token-budget", "512", "--anchors", "16"),
+        *("--max-steps", str(STEPS), "--draws-per-batch", "2", "--log-every", "1", "--threads", "1"),
+        *("--max-new-tokens", "8", "--num-prompts", "2", "--eval-every", "5", "--save-every", "4", "--taps", "1", "4"),
+        *more,
+    ]
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+
+
+def in_ranks(inputs: Path, out: Path, *more: str, restarts: int = 0) -> Done:
+    return torchrun(3, ["-m", "draftsmith", *arguments(inputs, out, *more)], seconds=280, restarts=restarts)
+
+
+@pytest.mark.long
+def test_ranks_train_measure_and_export_as_threads_do(inputs: Path, tmp_path: Path) -> None:
+    assert run(arguments(inputs, tmp_path / "threads")) == 0
+    done = in_ranks(inputs, tmp_path / "ranks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    threads, ranks = tmp_path / "threads", tmp_path / "ranks"
+    assert len(losses(threads)) == STEPS
+    assert losses(ranks) == losses(threads)
+    for name in ("model.safetensors", "config.json"):
+        assert (ranks / "drafter" / name).read_bytes() == (threads / "drafter" / name).read_bytes()
+    measured = [json.loads((folder / "evaluation.json").read_text()) for folder in (threads, ranks)]
+    assert [set(body) for body in measured] == [{"before", "after"}] * 2
+    for when in ("before", "after"):
+        tau = [body[when]["summary"]["tau"] for body in measured]
+        assert tau[0] == tau[1]
+    evals = [line for line in (ranks / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] == "eval"]
+    assert len(evals) == 2
+    assert done.stdout.count("What this run uses, and why") == 1, "the other ranks are quiet"
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_started_anew_and_goes_on_from_the_last_checkpoint(inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ranks"
+    killed: list[int] = []
+
+    def kill_a_target() -> None:
+        """As soon as the first checkpoint lies there, the process of rank 0, found by its environment."""
+        until = time.monotonic() + 200
+        while time.monotonic() < until and not list((out / "checkpoints").glob("step-*")):
+            time.sleep(0.05)
+        for process in psutil.Process().children(recursive=True):
+            if "torch.distributed.run" not in process.cmdline() and process.environ().get("RANK") == "0":
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+
+    thread = threading.Thread(target=kill_a_target)
+    thread.start()
+    done = in_ranks(inputs, out, "--max-steps", "200", "--eval-every", "0", "--save-every", "10", restarts=1)
+    thread.join(5)
+    assert len(killed) == 1
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun = re.search(r"continuing from step (\d+)", done.stdout)
+    assert begun is not None
+    assert int(begun[1]) >= 10
+    assert [step for step, _ in losses(out)] == list(range(1, 201))
+    assert run(arguments(inputs, tmp_path / "threads", "--max-steps", "200", "--eval-every", "0")) == 0
+    assert losses(out) == losses(tmp_path / "threads")
+
+
+@pytest.mark.long
+def test_a_mistake_is_said_once_and_ends_every_rank(inputs: Path, tmp_path: Path) -> None:
+    done = in_ranks(inputs, tmp_path / "ranks", "--drafters", "4")
+    assert done.returncode != 0
+    assert "torchrun started 3 ranks, which is not 1 target(s) + 4 drafter(s)" in done.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    done = in_ranks(inputs, tmp_path / "full")
+    assert done.returncode != 0
+    assert done.stderr.replace("\n", " ").count("is not empty: give --out a new folder") == 1
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+def test_without_torchrun_the_distributed_channel_says_how_to_start_it(inputs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "draftsmith", *arguments(inputs, tmp_path / "run", "--channel", "distributed")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "--channel distributed needs torchrun: torchrun --nproc-per-node N" in done.stderr.replace("\n", " ")
+
+
+MINE = {"run_id": "none", "host": "a", "agent": [7, 1.5]}
+
+
+@pytest.mark.parametrize(
+    ("there", "mine", "restarts", "same"),
+    [
+        (MINE, MINE, 1, True),
+        (MINE, MINE, 0, False),
+        (MINE, MINE | {"agent": [7, 2.5]}, 1, False),
+        (MINE, MINE | {"host": "b"}, 1, False),
+        (MINE | {"run_id": "job-5"}, MINE | {"run_id": "job-5", "host": "b"}, 0, True),
+        (MINE | {"run_id": "job-5"}, MINE | {"run_id": "job-6", "host": "b"}, 1, False),
+        (None, MINE, 1, False),
+    ],
+)
+def test_only_the_same_launch_goes_on_by_itself(
+    there: dict[str, object] | None, mine: dict[str, object], restarts: int, same: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if there is not None:
+        (tmp_path / LAUNCH).write_text(json.dumps(there))
+    assert _is_same_launch(tmp_path, mine, restarts) == same
