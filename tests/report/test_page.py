@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_the_verdict_says_what_the_intervals_allow(run: Run, tmp_path: Path) -> 
 
     assert verdict(with_after(1.6)).startswith("No difference beyond the intervals")
     assert verdict(with_after(1.0)).startswith("Training made the drafter worse")
+
+
+def test_a_drafter_that_slows_decoding_down_is_said_to(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "slow")
+    body = {"after": {"summary": summary(2.2, plain=40.0)}}
+    (folder / "evaluation.json").write_text(json.dumps(body))
+    assert verdict(read_run(folder, "slow")).startswith(
+        "On this machine drafting is slower than plain decoding (0.75x)"
+    )
 
 
 def test_a_run_without_plain_decoding_or_evaluation_has_dashes_or_nothing(tmp_path: Path) -> None:

@@ -126,7 +126,21 @@ def run_part(run: Run, command: str) -> RunPart:
 
 
 def verdict(run: Run) -> str:
-    """Whether training made the drafter better, in a sentence; "" where it wasn't measured at both ends."""
+    """Whether training made the drafter better, and whether it pays here, in a sentence each; "" where not measured."""
+    return " ".join(sentence for sentence in (_better(run), _pays(run)) if sentence)
+
+
+def _pays(run: Run) -> str:
+    speedup = run.evaluation["after"]["summary"]["speedup"] if "after" in run.evaluation else None
+    if speedup is None or speedup >= 1:
+        return ""
+    return (
+        f"On this machine drafting is slower than plain decoding ({speedup:.2f}x): a block costs more here than the "
+        "forwards it saves. Measure where you serve, or draft fewer tokens."
+    )
+
+
+def _better(run: Run) -> str:
     if not {"before", "after"} <= set(run.evaluation):
         return ""
     before, after = (run.evaluation[when]["summary"]["tau"] for when in ("before", "after"))
