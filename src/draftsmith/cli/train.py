@@ -22,10 +22,6 @@ Bare `draftsmith train --target T --data chats.jsonl --out run` chooses everythi
 --recipe FILE.toml takes settings from a recipe, flags override it; --plan FILE.toml takes what draftsmith plan saved.
 --resume RUN continues a run. --dry-run does three real steps, a checkpoint, an export and a short evaluation in a
 temporary folder, then says whether all is well."""
-HONEST = (
-    "This is a small run: a CPU sees too few labels to train a drafter from nothing, so it starts from the target's "
-    "last layers. On a GPU the same command trains a real one."
-)
 
 
 def configure(arguments: Sequence[str], verb: str, about: str) -> tuple[RunConfig, list[str]]:
@@ -76,8 +72,8 @@ def _dry_run(config: RunConfig, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="draftsmith-dry-run-") as folder:
         result = run_training(dry_run_config(config, Path(folder) / "run"), console)
     console.print(
-        f"[bold green]dry run passed[/bold green]: {result.steps} steps, a checkpoint, an export read back, an evaluation. "
-        "Drop --dry-run to train",
+        f"[bold green]dry run passed[/bold green]: {result.steps} steps, a checkpoint, an export read back, an "
+        "evaluation. Drop --dry-run to train",
         highlight=False,
     )
     return 0
