@@ -112,7 +112,7 @@ def test_what_doesnt_fit_ends_with_1() -> None:
 )
 def test_what_is_missing_is_named(arguments: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        configure_plan(arguments)
+        plan(arguments)
 
 
 def test_a_share_is_between_0_and_1() -> None:

@@ -37,8 +37,8 @@ def make_job(sizes: tuple[int, int, int, int, int], heads: tuple[int, int, int],
     return Job(
         target=TargetSize(facts=facts, source="s", total=10_000 + ends, layers=(1000,) * 10, ends=ends),
         drafter=drafter, shape=shape, corpus=Corpus(tokens=1000, supervised=500, padding=0.2, fill=0.5, source="test"),
-        num_anchors=anchors, labels_per_token=2.0, draws=0, epochs=3.0, accumulation=1, ring_slots=2, chunk_rows=2048,
-        fp8=False, checkpoint_layers=False,
+        num_anchors=anchors, labels_per_token=2.0, draws=0, epochs=3.0, max_steps=0, accumulation=1, ring_slots=2,
+        chunk_rows=2048, fp8=False, checkpoint_layers=False,
     )  # fmt: skip
 
 

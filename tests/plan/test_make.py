@@ -70,6 +70,14 @@ def test_remarks_name_idle_roles_memory_and_network(reference: Job) -> None:
     assert any(remark.startswith("drafters would idle") for remark in starved.remarks())
 
 
+def test_a_slow_average_is_named(reference: Job) -> None:
+    plan = make_plan(reference, parse_hardware("7x96GB"), Asked(targets=5, drafters=2))
+    assert plan.reduce_share == pytest.approx(plan.reduce_ms / (plan.draw_ms + plan.reduce_ms))
+    assert any("--accumulation" in remark for remark in plan.remarks())
+    rarely = make_plan(replace(reference, accumulation=8), parse_hardware("7x96GB"), Asked(targets=5, drafters=2))
+    assert not any("--accumulation" in remark for remark in rarely.remarks())
+
+
 def test_features_from_disk_are_planned_without_a_target(reference: Job) -> None:
     plan = make_plan(reference, parse_hardware("2xh100"), Asked(from_disk=True))
     assert plan.split.from_disk

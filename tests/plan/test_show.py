@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -45,3 +46,7 @@ def test_features_from_disk_say_what_is_read(reference: Job) -> None:
     text = shown(reference, "2xh100", asked=Asked(from_disk=True))
     assert "GB/s to be read" in text
     assert "target weights" not in text
+
+
+def test_a_number_of_steps_is_said_instead_of_epochs(reference: Job) -> None:
+    assert "1,200 steps" in shown(replace(reference, max_steps=1200), "h200")

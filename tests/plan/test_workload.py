@@ -94,7 +94,12 @@ def test_draws_follow_the_density(tiny: Job) -> None:
     assert tiny.draws_per_batch == 2
     assert tiny.density == pytest.approx(18 / 8)
     assert replace(tiny, draws=5).draws_per_batch == 5
-    assert tiny.num_steps == pytest.approx(3 * 1000 / 16 * 2)
+
+
+def test_a_run_reads_its_epochs_or_what_its_steps_need(tiny: Job) -> None:
+    assert tiny.tokens_read(2) == 3000
+    # 10 steps of 2 drafters with 1 draw each, 2 draws a batch of 16 tokens
+    assert replace(tiny, max_steps=10).tokens_read(2) == 10 * 2 / 2 * 16
 
 
 def test_the_target_stops_at_the_last_tap_unless_distilled(tiny: Job) -> None:

@@ -54,8 +54,6 @@ class PlanCommand:
     """Write the plan as a recipe to this file."""
 
     def __post_init__(self) -> None:
-        if bool(self.hardware) == self.measure:
-            raise ConfigError("say what to plan for: either --hardware (8xh100, 7x96GB), or --measure on this machine")
         if not 0 < self.supervised_share <= 1:
             raise ConfigError(f"--supervised-share {self.supervised_share} is not between 0 and 1")
 
@@ -80,9 +78,7 @@ def configure_plan(arguments: Sequence[str]) -> PlanCommand:
     if data or "data" not in tables:
         over["data"] = data or {"data": UNNAMED}
     run = build_config(merge(tables, over), recipe or "the command line")
-    hardware = peek(rest, "--hardware") or ("8xh100" if asks_help else "")
-    default = PlanCommand(run=run, hardware=hardware, measure="--measure" in rest)
-    return parse(PlanCommand, "plan", rest, ABOUT, default)
+    return parse(PlanCommand, "plan", rest, ABOUT, PlanCommand(run=run))
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -113,6 +109,8 @@ def plan_of(command: PlanCommand) -> Plan:
 
 
 def _hardware(command: PlanCommand) -> Hardware:
+    if bool(command.hardware) == command.measure:
+        raise ConfigError("say what to plan for: either --hardware (8xh100, 7x96GB), or --measure on this machine")
     if command.measure:
         return this_machine(command.link_gbps)
     return parse_hardware(command.hardware, command.hosts, command.link_gbps)
@@ -146,6 +144,7 @@ def job_of(command: PlanCommand) -> Job:
         labels_per_token=run.batch.labels_per_token,
         draws=0 if run.batch.draws_per_batch == "auto" else run.batch.draws_per_batch,
         epochs=run.batch.epochs,
+        max_steps=run.batch.max_steps,
         accumulation=run.batch.accumulation,
         ring_slots=run.pipeline.ring_slots,
         chunk_rows=run.loss.chunk_rows,

@@ -22,6 +22,7 @@ from draftsmith.plan.workload import Job, draw_seconds, regenerate_seconds
 
 IDLE_LIMIT = 0.15
 """A role that would idle more is worth a word."""
+REDUCE_LIMIT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,11 @@ class Plan:
     def fits(self) -> bool:
         return self.split.fits
 
+    @property
+    def reduce_share(self) -> float:
+        """Of a drafter's step, the averaging of gradients."""
+        return self.reduce_ms / (self.job.accumulation * self.draw_ms + self.reduce_ms)
+
     def remarks(self) -> list[str]:
         """What a person should know before starting, each with what would help."""
         said: list[str] = []
@@ -93,6 +99,11 @@ class Plan:
             said.append(
                 f"drafters would idle {self.split.idle_drafters:.0%}: more targets (--targets), more labels "
                 "(--labels-per-token), or --target-compute fp8"
+            )
+        if self.reduce_share > REDUCE_LIMIT:
+            said.append(
+                f"averaging gradients takes {self.reduce_share:.0%} of a drafter's time: more draws a step "
+                "(--accumulation) share one average"
             )
         if self.fastest.rate > 1.05 * self.split.rate:
             gain = self.fastest.rate / self.split.rate - 1
@@ -134,7 +145,7 @@ def choose_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
 def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
     """Plan `job` on `hardware`."""
     split = choose_split(job, hardware, asked)
-    hours = job.epochs * job.corpus.tokens / split.rate / 3600
+    hours = _hours(job, split)
     regenerate = regenerate_seconds(job, hardware.card, hardware.num_gpus) / 3600
     return Plan(
         job=job,
@@ -177,5 +188,8 @@ def _fewer_anchors(job: Job) -> Job:
 
 
 def _change(name: str, why: str, job: Job, split: Split) -> Change:
-    hours = job.epochs * job.corpus.tokens / split.rate / 3600
-    return Change(name=name, why=why, split=split, hours=hours, density=job.density)
+    return Change(name=name, why=why, split=split, hours=_hours(job, split), density=job.density)
+
+
+def _hours(job: Job, split: Split) -> float:
+    return job.tokens_read(split.drafters) / split.rate / 3600

@@ -36,12 +36,13 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _heading(plan: Plan) -> str:
     job, d = plan.job, plan.job.drafter
+    length = f"{job.max_steps:,} steps" if job.max_steps else f"{job.epochs:g} epochs"
     return (
         f"[bold]{job.target.facts.name}[/bold] ({job.target.total / 1e9:.1f}B, {job.target.source}) -> {d.num_layers} "
         f"layers, block {d.block_size}, taps {list(d.taps)}\n"
         f"{plan.hardware.describe()}; rate {plan.hardware.card.source}\n"
         f"data: {job.corpus.tokens / 1e6:,.0f}M tokens, {job.corpus.supervised / job.corpus.tokens:.0%} supervised, "
-        f"{job.epochs:g} epochs ({job.corpus.source})\n"
+        f"{length} ({job.corpus.source})\n"
         f"each batch of {job.shape.num_tokens:,}: {job.draws_per_batch} draws x {job.num_anchors:,} anchors, "
         f"{job.density:.1f} labels a token\n"
     )

@@ -56,6 +56,8 @@ class Job:
     draws: int
     """Draws from a batch; 0 follows `labels_per_token`."""
     epochs: float
+    max_steps: int
+    """Optimizer steps; 0 follows `epochs`."""
     accumulation: int
     ring_slots: int
     chunk_rows: int
@@ -84,10 +86,11 @@ class Job:
         supervised = self.batch_tokens * self.corpus.supervised / self.corpus.tokens
         return self.draws_per_batch * self.labels_per_draw / supervised
 
-    @property
-    def num_steps(self) -> float:
-        """Draws over the whole run (divide by drafters and accumulation for optimizer steps)."""
-        return self.epochs * self.corpus.tokens / self.batch_tokens * self.draws_per_batch
+    def tokens_read(self, num_drafters: int) -> float:
+        """Tokens of the whole run, each counted as often as the target reads it."""
+        if not self.max_steps:
+            return self.epochs * self.corpus.tokens
+        return self.max_steps * self.accumulation * num_drafters / self.draws_per_batch * self.batch_tokens
 
 
 def layer_parameters(drafter: DrafterConfig) -> int:
