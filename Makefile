@@ -5,6 +5,8 @@ TORCH_INDEX ?=
 # More options for every pip install.
 PIP_ARGS    ?=
 RECIPE      ?= recipes/quickstart.toml
+# Of make bench: see SHAPES in bench/common.py.
+SHAPE       ?= smollm2
 # pytest processes: one per core, two at most (each holds a target of its own).
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -50,8 +52,8 @@ check: $(STAMP)  ## lint, format, types, documentation links
 	$(BIN)/pyright
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-bench: $(STAMP)  ## time the drafter's step on this machine
-	$(BIN)/python bench/step.py
+bench: $(STAMP)  ## time the drafter's step on a CUDA GPU (SHAPE=qwen3.6-27b for the reference)
+	$(BIN)/python bench/step.py $(SHAPE)
 
 docs: $(STAMP)  ## the documentation as HTML in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site

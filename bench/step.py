@@ -131,12 +131,20 @@ def main() -> None:
     parser.add_argument("--fills", action="store_true")
     parser.add_argument("--chunk-rows", type=int, default=0)
     parser.add_argument("--rate-seconds", type=float, default=5.0)
+    parser.add_argument("--memory-gb", type=float, default=0.0, help="let the process have only this much of the card")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "this benchmark needs a CUDA GPU, and none is visible\n")
+    if arguments.memory_gb:
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.memory_gb * 1e9 / total, DEVICE)
     shape = SHAPES[arguments.shape]
     if arguments.chunk_rows:
         shape = replace(shape, loss=replace(shape.loss, chunk_rows=arguments.chunk_rows))
     torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
     result: dict[str, Any] = {"shape": arguments.shape, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    if arguments.memory_gb:
+        result["memory_limit_gb"] = arguments.memory_gb
     result["matrix_tflops"] = rate = matrix_rate(arguments.rate_seconds)
     ring = slots(shape, [documents(shape.num_tokens, shape.mean_length, seed) for seed in range(2)])
     for way in arguments.only:
