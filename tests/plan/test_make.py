@@ -34,14 +34,14 @@ def test_changes_do_what_they_say(reference: Job) -> None:
     assert set(changes) == {
         "twice the anchors",
         "half the anchors",
-        "half the density",
-        "twice the density",
+        "half the labels",
+        "twice the labels",
         "--checkpoint-layers",
         "--target-compute fp8",
         "--colocate",
     }
-    assert changes["half the density"].split.rate > changes["twice the density"].split.rate
-    assert changes["half the density"].density < reference.density < changes["twice the density"].density
+    assert changes["half the labels"].split.rate > changes["twice the labels"].split.rate
+    assert changes["half the labels"].density < reference.density < changes["twice the labels"].density
     assert changes["--colocate"].split.joint
 
 

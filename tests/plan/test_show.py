@@ -50,3 +50,10 @@ def test_features_from_disk_say_what_is_read(reference: Job) -> None:
 
 def test_a_number_of_steps_is_said_instead_of_epochs(reference: Job) -> None:
     assert "1,200 steps" in shown(replace(reference, max_steps=1200), "h200")
+
+
+def test_it_fits_a_narrow_terminal(reference: Job) -> None:
+    console = Console(file=StringIO(), width=80)
+    print_plan(make_plan(reference, parse_hardware("7x96GB"), Asked(targets=5)), console)
+    assert isinstance(console.file, StringIO)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in console.file.getvalue()

@@ -111,3 +111,11 @@ def test_features_from_disk_need_no_target(tiny: Job) -> None:
     assert "target weights" not in names
     assert "ring" not in names
     assert split.describe() == "2 drafter, features from disk"
+    assert split.short() == "2D"
+
+
+def test_splits_have_names(tiny: Job) -> None:
+    hardware = parse_hardware("7xh100")
+    assert evaluate_split(tiny, hardware, 5, 2).short() == "5T 2D"
+    assert evaluate_split(tiny, hardware, 5, 2).describe() == "5 target + 2 drafter"
+    assert evaluate_joint(tiny, hardware).short() == "7 joint"

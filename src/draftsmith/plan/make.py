@@ -45,7 +45,6 @@ class Change:
     """What one different choice would do."""
 
     name: str
-    why: str
     split: Split
     hours: float
     density: float
@@ -165,21 +164,20 @@ def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
 
 def _changes(job: Job, hardware: Hardware, asked: Asked, split: Split) -> list[Change]:
     """The plan with one thing changed at a time, each on its own best split."""
-    anchors = job.num_anchors
     half = max(1, job.draws_per_batch // 2)
     jobs = [
-        ("twice the anchors", "half the draws, more memory", replace(job, num_anchors=2 * anchors, draws=half)),
-        ("half the anchors", "twice the draws, less memory", _fewer_anchors(job)),
-        ("half the density", "fewer labels a token", replace(job, labels_per_token=job.labels_per_token / 2, draws=0)),
-        ("twice the density", "more labels a token", replace(job, labels_per_token=job.labels_per_token * 2, draws=0)),
+        ("twice the anchors", replace(job, num_anchors=2 * job.num_anchors, draws=half)),
+        ("half the anchors", _fewer_anchors(job)),
+        ("half the labels", replace(job, labels_per_token=job.labels_per_token / 2, draws=0)),
+        ("twice the labels", replace(job, labels_per_token=job.labels_per_token * 2, draws=0)),
     ]
     if not job.checkpoint_layers:
-        jobs.append(("--checkpoint-layers", "activations again in backward", replace(job, checkpoint_layers=True)))
+        jobs.append(("--checkpoint-layers", replace(job, checkpoint_layers=True)))
     if hardware.card.fp8 and not job.fp8 and not asked.from_disk:
-        jobs.append(("--target-compute fp8", "the target's products in 8 bits", replace(job, fp8=True)))
-    changes = [_change(name, why, changed, fastest_split(changed, hardware, asked)) for name, why, changed in jobs]
+        jobs.append(("--target-compute fp8", replace(job, fp8=True)))
+    changes = [_change(name, changed, fastest_split(changed, hardware, asked)) for name, changed in jobs]
     if hardware.hosts == 1 and not split.joint and not asked.from_disk:
-        changes.append(_change("--colocate", "both roles on every GPU", job, evaluate_joint(job, hardware)))
+        changes.append(_change("--colocate", job, evaluate_joint(job, hardware)))
     return changes
 
 
@@ -187,8 +185,8 @@ def _fewer_anchors(job: Job) -> Job:
     return replace(job, num_anchors=max(1, job.num_anchors // 2), draws=2 * job.draws_per_batch)
 
 
-def _change(name: str, why: str, job: Job, split: Split) -> Change:
-    return Change(name=name, why=why, split=split, hours=_hours(job, split), density=job.density)
+def _change(name: str, job: Job, split: Split) -> Change:
+    return Change(name=name, split=split, hours=_hours(job, split), density=job.density)
 
 
 def _hours(job: Job, split: Split) -> float:

@@ -111,23 +111,26 @@ def _network(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> Table:
-    table = Table(title="What would change", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="What would change (T targets, D drafters, on their best split)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     table.add_column("choice", style="bold", no_wrap=True)
-    table.add_column("best split", no_wrap=True)
+    table.add_column("split", no_wrap=True)
     for name in ("tokens/s", "time", "labels/token", "GB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    table.add_column("", style="dim")
     for change in plan.changes:
         fullest = max(role.total for role in change.split.memory)
         table.add_row(
             change.name,
-            change.split.describe(),
+            change.split.short(),
             f"{change.split.rate:,.0f}",
             hours(change.hours),
             f"{change.density:.1f}",
             f"{fullest / GB:.0f}",
             "yes" if change.split.fits else "[red]no[/red]",
-            change.why,
         )
     return table

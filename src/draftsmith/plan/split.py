@@ -38,6 +38,12 @@ class Split:
     def idle_drafters(self) -> float:
         return 0.0 if self.joint else 1.0 - self.rate / self.drafter_rate
 
+    def short(self) -> str:
+        """For a narrow table."""
+        if self.from_disk:
+            return f"{self.drafters}D"
+        return f"{self.targets} joint" if self.joint else f"{self.targets}T {self.drafters}D"
+
     def describe(self) -> str:
         if self.from_disk:
             return f"{self.drafters} drafter, features from disk"
