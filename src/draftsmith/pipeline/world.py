@@ -127,17 +127,24 @@ class World:
         self.stall_seconds = config.stall_seconds
         on_gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", roles.local_rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        timeout = timedelta(seconds=config.stall_seconds)
-        groups = PrefixStore("groups", store)
-        dist.init_process_group("gloo", store=groups, rank=roles.rank, world_size=roles.size, timeout=timeout)
-        drafters = list(range(roles.num_targets, roles.size))
-        # Every rank makes every group, in the same order.
-        self.control = _group(drafters, timeout, "gloo")
-        self.data = _group(list(range(roles.size)), timeout, "nccl") if on_gpu else None
-        self.gradients = _group(drafters, timeout, "nccl") if on_gpu else self.control
+        self.control: dist.ProcessGroup | None = None
+        """The drafters on the host; None at a target."""
+        self.data: dist.ProcessGroup | None = None
+        """All ranks where batches travel: NCCL on GPUs; None is gloo, torch's default group here."""
+        self.gradients: dist.ProcessGroup | None = None
+        """The drafters where gradients travel."""
         self._signals = Signalled()
+
+    def connect(self) -> None:
+        """Open the process groups: every rank makes every group, in the same order."""
+        roles, store, timeout = self.roles, PrefixStore("groups", self.store), timedelta(seconds=self.stall_seconds)
+        dist.init_process_group("gloo", store=store, rank=roles.rank, world_size=roles.size, timeout=timeout)
+        drafters = list(range(roles.num_targets, roles.size))
+        self.control = self.gradients = _group(drafters, timeout, "gloo")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            self.data = _group(list(range(roles.size)), timeout, "nccl")
+            self.gradients = _group(drafters, timeout, "nccl")
 
     @property
     def signals(self) -> Signalled:
@@ -248,7 +255,7 @@ class World:
     ) -> None:
         if error is not None:
             self.tell_failure(error)
-        else:
+        elif dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -296,4 +303,6 @@ def join_world(config: PipelineConfig) -> World | None:
     timeout = timedelta(seconds=config.stall_seconds)
     meet = cast(Callable[..., Iterator[Any]], rendezvous)
     store: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
-    return World(roles, launch, config, PrefixStore(f"draftsmith/{launch.restarts}", store))
+    world = World(roles, launch, config, PrefixStore(f"draftsmith/{launch.restarts}", store))
+    world.connect()
+    return world
