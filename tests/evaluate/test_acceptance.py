@@ -28,8 +28,8 @@ ASKED = [
 ]
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+def shown(renderable: RenderableType, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text()
 
@@ -56,8 +56,20 @@ def test_a_drafter_is_measured_and_shown() -> None:
     assert stock.summary.identical == "yes"
     assert differences([mine, stock])[0].tau.value == summary.tau.value - stock.summary.tau.value
     text = shown(render([mine, stock]))
-    for part in ("identical to greedy", "tau [95%]", "survival", "set / zh", "mine", "stock", "template default"):
+    for part in (
+        "mine identical to greedy: yes",
+        "tau [95%]",
+        "Survival",
+        "set / zh",
+        "mine",
+        "stock",
+        "template default",
+    ):
         assert part in text
+    narrow = shown(render([mine, stock]), width=80)
+    assert "…" not in narrow
+    for whole in ("drafter", "tokens/s", "speed-up", "identical", "set / zh (1)", str(summary.tau)):
+        assert whole in narrow, narrow
     assert "mine is better than stock" in text or "can't be told apart" in text
 
 

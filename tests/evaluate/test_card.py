@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from draftsmith.evaluate.acceptance import EvalConfig, evaluate_prompts
 from draftsmith.evaluate.card import model_card
 from draftsmith.evaluate.prompts import Prompt
@@ -20,7 +22,7 @@ def test_the_card_says_how_to_serve_and_what_was_measured() -> None:
     asked = [Prompt(source="talk", text="abcabc"), Prompt(source="code", text="Hello")]
     settings = EvalConfig(max_new_tokens=8, template_kwargs={"enable_thinking": False})
     result = evaluate_prompts(case.target, case.drafter, asked, settings)
-    text = model_card(config, "org/target", recipe={}, data="", evaluation=result)
+    text = model_card(config, "org/target", recipe={}, data="", evaluation=json.loads(json.dumps(result.to_dict())))
     assert f"| talk | 1 | {result.groups()['talk'].tau} | yes |" in text
     assert "| code | 1 |" in text
     assert "enable_thinking=False" in text

@@ -19,6 +19,7 @@ from draftsmith.evaluate.sampling import Sampler
 from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
 from draftsmith.target.model import Target
 
+PLACES = "Survival: first k drafts all accepted, % of steps (below: given the first k-1)"
 Progress = Callable[[int, int, float], None]
 """Called after each prompt with prompts done, prompts in all, and tau so far."""
 
@@ -220,39 +221,53 @@ def differences(results: Sequence[EvalResult]) -> list[Difference]:
 
 
 def render(results: EvalResult | Sequence[EvalResult]) -> RenderableType:
-    """A table with a row per drafter and set, survival by place below, and who is better."""
+    """A table with a row per drafter and set, survival by place below, and who is better; 80 columns are enough."""
     every = [results] if isinstance(results, EvalResult) else list(results)
-    config = every[0].config
-    mode = "greedy" if config.temperature == 0 else f"temperature {config.temperature}, drafts by {config.draft_policy}"
-    template = ", ".join(f"{key}={value}" for key, value in config.template_kwargs.items()) or "default"
-    table = Table(title=f"Acceptance on {every[0].target} ({mode}, template {template})", title_justify="left")
-    for column in ("drafter", "prompts", "answers", "tokens"):
-        table.add_column(column, justify="left" if column in ("drafter", "prompts") else "right", overflow="fold")
-    for column in ("tau [95%]", "tau a response", "tokens/s", "plain", "speed-up", "identical to greedy"):
-        table.add_column(column, justify="right")
-    places = Table(title="Share of blocks accepted up to each place", title_justify="left")
-    widest = max(len(result.summary.survival) for result in every)
-    for column in ("drafter", "", *(str(place) for place in range(1, widest + 1))):
-        places.add_column(column, justify="right" if column.isdigit() else "left")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("drafter", overflow="ellipsis", no_wrap=True)
+    for column, width in (("tau [95%]", 17), ("tokens/s", 8), ("plain", 6), ("speed-up", 8), ("identical", 9)):
+        table.add_column(column, justify="right", no_wrap=True, min_width=width)
     for result in every:
         groups = result.groups()
-        for group, summary in groups.items() if len(groups) == 1 else [*groups.items(), ("all", result.summary)]:
-            table.add_row(result.name, group, *_cells(summary))
+        table.add_row(result.name, *_cells(result.summary))
+        for group, summary in groups.items() if len(groups) > 1 else ():
+            table.add_row(f"  {group} ({summary.num_prompts})", *_cells(summary))
+    lines = [f"{result.name} identical to greedy: {result.summary.identical}" for result in every if _compared(result)]
+    verdicts = [difference.verdict for difference in differences(every)]
+    return Group(_title(every[0]), "", table, "", PLACES, _places(every), "", *lines, *verdicts)
+
+
+def _title(result: EvalResult) -> str:
+    config, summary = result.config, result.summary
+    mode = "greedy" if config.temperature == 0 else f"temperature {config.temperature}, drafts by {config.draft_policy}"
+    template = ", ".join(f"{key}={value}" for key, value in config.template_kwargs.items()) or "default"
+    size = f"{summary.num_prompts} answers, {summary.num_tokens:,} tokens"
+    return f"Acceptance on {result.target}: {size}; {mode}; template {template}"
+
+
+def _compared(result: EvalResult) -> bool:
+    return result.summary.num_identical is not None
+
+
+def _places(every: Sequence[EvalResult]) -> Table:
+    """Survival and conditional acceptance by place, in per cent: a block of 16 fits a terminal."""
+    places = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    places.add_column("k", overflow="ellipsis", no_wrap=True, max_width=16)
+    for place in range(1, max(len(result.summary.survival) for result in every) + 1):
+        places.add_column(str(place), justify="right", no_wrap=True)
+    for result in every:
         whole = result.summary
-        for label, shares in (("survival", whole.survival), ("given the one before", whole.conditional)):
-            places.add_row(result.name, label, *(f"{share:.2f}" for share in shares))
-    return Group(table, places, *(difference.verdict for difference in differences(every)))
+        for label, shares in ((result.name, whole.survival), ("", whole.conditional)):
+            places.add_row(label, *(f"{100 * share:.0f}" for share in shares))
+    return places
 
 
 def _cells(summary: Summary) -> list[str]:
-    plain, speedup = summary.plain_tokens_per_second, summary.speedup
+    plain, speedup, same = summary.plain_tokens_per_second, summary.speedup, summary.num_identical
     return [
-        str(summary.num_prompts),
-        str(summary.num_tokens),
         str(summary.tau),
-        f"{summary.tau_per_response:.2f}",
         f"{summary.tokens_per_second:.1f}",
         "-" if plain is None else f"{plain:.1f}",
         "-" if speedup is None else f"{speedup:.2f}x",
-        summary.identical,
+        "-" if same is None else "yes" if same == summary.num_prompts else f"{same} of {summary.num_prompts}",
     ]

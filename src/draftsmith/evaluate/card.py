@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftsmith.drafter.model import DrafterConfig
-from draftsmith.evaluate.acceptance import EvalResult
+from draftsmith.evaluate.statistics import Interval
 
 
 def model_card(
@@ -16,7 +16,7 @@ def model_card(
     *,
     recipe: Mapping[str, Any],
     data: str,
-    evaluation: EvalResult | None = None,
+    evaluation: Mapping[str, Any] | None = None,
     name: str = "DRAFTER",
 ) -> str:
     """Text of README.md.
@@ -26,7 +26,7 @@ def model_card(
         target: hub id or folder it drafts for.
         recipe: settings of training, as they were resolved.
         data: a sentence on the training data.
-        evaluation: measured acceptance, where there is one.
+        evaluation: measured acceptance, where there is any: `EvalResult.to_dict()`, as evaluation.json keeps it.
         name: folder or hub id under which the drafter will be found.
     """
     layers = ", ".join(f"{config.layer_types.count(kind)} {kind}" for kind in dict.fromkeys(config.layer_types))
@@ -65,19 +65,19 @@ def model_card(
     )
 
 
-def _acceptance(evaluation: EvalResult | None) -> list[str]:
+def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
     if evaluation is None:
         return ["Not measured yet: run `draftsmith evaluate` on this folder."]
-    config = evaluation.config
-    kwargs = ", ".join(f"{key}={value}" for key, value in config.template_kwargs.items()) or "defaults"
+    config = evaluation["config"]
+    kwargs = ", ".join(f"{key}={value}" for key, value in config["template_kwargs"].items()) or "defaults"
     rows = [
-        f"| {group} | {summary.num_prompts} | {summary.tau} | {summary.identical} |"
-        for group, summary in evaluation.groups().items()
+        f"| {group} | {figures['num_prompts']} | {Interval(**figures['tau'])} | {figures['identical']} |"
+        for group, figures in evaluation["groups"].items()
     ]
     return [
         "tau: tokens committed a verify step, bonus included, with its 95% interval. "
-        f"Temperature {config.temperature}, at most {config.max_new_tokens} tokens an answer, template arguments: "
-        f"{kwargs}.",
+        f"Temperature {config['temperature']}, at most {config['max_new_tokens']} tokens an answer, template "
+        f"arguments: {kwargs}.",
         "",
         "| prompts | answers | tau | identical to greedy |",
         "|---|---|---|---|",

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,8 @@ from draftsmith.evaluate.probe import RECORD, trained_record
 from draftsmith.records import TargetFacts
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+PACKAGED = "smollm2-drafter"
+"""The drafter for `smollm2` that ships with the package."""
 
 
 def export_zlab(
@@ -123,17 +126,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def drafter_folder(source: str | Path) -> Path:
-    """The local folder of a drafter given as a folder or a hub id.
+    """The local folder of a drafter given as a folder, a hub id or the name of the packaged one, `smollm2-drafter`.
 
     Raises:
-        ExportError: neither.
+        ExportError: none of them.
     """
+    if str(source) == PACKAGED:
+        return Path(str(files("draftsmith") / "assets" / PACKAGED))
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     text = str(source)
     if path.is_absolute() or text.startswith(".") or text.count("/") != 1:
-        raise ExportError(f"drafter folder {source} doesn't exist: check the path, or give a hub id such as z-lab/NAME")
+        raise ExportError(
+            f"drafter folder {source} doesn't exist: check the path, or give a hub id such as z-lab/NAME or {PACKAGED}"
+        )
     try:
         hub: Any = huggingface_hub
         return Path(hub.snapshot_download(text, allow_patterns=[CONFIG, RECORD, "*.safetensors"]))
