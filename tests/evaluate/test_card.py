@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from draftsmith.evaluate.acceptance import EvalConfig, evaluate_prompts
-from draftsmith.evaluate.card import model_card
+from draftsmith.evaluate.card import model_card, trained_on
 from draftsmith.evaluate.prompts import Prompt
 from tests.evaluate.overfit import overfit
 
@@ -13,11 +13,11 @@ from tests.evaluate.overfit import overfit
 def test_the_card_says_how_to_serve_and_what_was_measured() -> None:
     case = overfit("llama")
     config = case.drafter.config
-    bare = model_card(config, "org/target", recipe={"lr": 6e-4}, data="400 conversations.", name="me/drafter")
+    bare = model_card(config, "org/target", recipe={"lr": 6e-4}, data=trained_on("chats", "f00d"), name="me/drafter")
     assert "Not measured yet" in bare
     assert '"num_speculative_tokens": 7' in bare
     assert "--speculative-num-draft-tokens 8" in bare
-    assert "400 conversations." in bare
+    assert "Trained on `chats` (data fingerprint `f00d`)." in bare
     assert '"lr": 0.0006' in bare
     asked = [Prompt(source="talk", text="abcabc"), Prompt(source="code", text="Hello")]
     settings = EvalConfig(max_new_tokens=8, template_kwargs={"enable_thinking": False})

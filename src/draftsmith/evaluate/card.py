@@ -65,6 +65,11 @@ def model_card(
     )
 
 
+def trained_on(source: str, fingerprint: str) -> str:
+    """The sentence on training data: where it came from, and the fingerprint that tells whether it is the same."""
+    return f"Trained on `{source}` (data fingerprint `{fingerprint}`)."
+
+
 def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
     if evaluation is None:
         return ["Not measured yet: run `draftsmith evaluate` on this folder."]

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.errors import CheckpointError, ConfigError
 from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, Progress, evaluate_prompts, plain_answers
+from draftsmith.evaluate.card import model_card, trained_on
 from draftsmith.evaluate.decode import Plain
 from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
@@ -166,7 +167,7 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
     weights = masters_on_cpu(team.drafters[0])
     steps = team.drafters[0].step
     after = yardstick.measure(_with_weights(stage.start.config, weights), "after")
-    folder = _export(stage, weights)
+    folder = _export(stage, weights, after)
     results = {"before": before, "after": after}
     body = {name: result.to_dict() for name, result in results.items() if result is not None}
     (run / EVALUATION).write_text(json.dumps(body), encoding="utf-8")
@@ -289,10 +290,19 @@ def _with_weights(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Draft
     return drafter
 
 
-def _export(stage: Stage, weights: dict[str, Tensor]) -> Path:
-    """The z-lab folder, read back and checked."""
-    info = ExportInfo.of(stage.target.facts, stage.target.ends())
-    out = export_zlab(stage.start.drafter, weights, info, stage.run / DRAFTER, torch.bfloat16)
+def _export(stage: Stage, weights: dict[str, Tensor], measured: EvalResult | None) -> Path:
+    """The z-lab folder with its model card, read back and checked."""
+    config, target, out = stage.config, stage.target, stage.run / DRAFTER
+    info = ExportInfo.of(target.facts, target.ends(), template_kwargs=config.prepare.tokenize.template_kwargs)
+    card = model_card(
+        stage.start.config,
+        info.target,
+        recipe=asdict(config),
+        data=trained_on(config.data.data or config.data.features, stage.record.data_fingerprint),
+        evaluation=None if measured is None else measured.to_dict(),
+        name=str(out),
+    )
+    export_zlab(stage.start.drafter, weights, info, out, torch.bfloat16, card)
     verify_export(out, stage.start.config, stage.target.facts)
     return out
 
