@@ -1,0 +1,120 @@
+"""A session: stop and resume give the uninterrupted run, and signals ask first and end at once the second time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from draftsmith.pipeline.inputs import claim_folder
+from draftsmith.pipeline.run import prepare_stage
+from draftsmith.pipeline.session import LocalCrew, Signals, capture_epoch, train_stage
+from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
+from draftsmith.pipeline.stage import RunConfig, Stage, load_inputs
+from draftsmith.pipeline.stop import Stop
+from draftsmith.target.model import TargetConfig
+from draftsmith.train.metrics import MetricsConfig
+from tests.families import save_tiny
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("inputs")
+    save_tiny("qwen3", folder / "target")
+    with (folder / "chats.jsonl").open("w") as file:
+        for n in range(40):
+            turns = [
+                {"role": "user", "content": f"say {n}"},
+                {"role": "assistant", "content": f"{n} and {n + 1}. " * 3},
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return RunConfig(
+        out="",
+        target=TargetConfig(target=str(folder / "target")),
+        data=DataOptions(data=str(folder / "chats.jsonl")),
+        drafter=DrafterOptions(taps=(1, 4)),
+        batch=BatchOptions(token_budget=512, anchors=16, max_steps=8, draws_per_batch=3, accumulation=2),
+        pipeline=PipelineConfig(device="cpu", targets=1, drafters=1, stall_seconds=30),
+        measure=MeasureOptions(eval_every=3),
+        metrics=MetricsConfig(log_every=1),
+    )
+
+
+def stage_in(config: RunConfig, out: Path, *, resume: bool = False) -> Stage:
+    here = replace(config, out=str(out), resume=resume)
+    run = claim_folder(out, resume=resume)
+    return prepare_stage(here, run, load_inputs(here, run, quiet()), quiet())
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+
+
+def unmeasured(_step: int, _weights: dict[str, torch.Tensor]) -> tuple[float, Mapping[str, Any]]:
+    return 0.0, {}
+
+
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(config: RunConfig, tmp_path: Path) -> None:
+    whole = stage_in(config, tmp_path / "whole")
+    train_stage(whole, unmeasured, LocalCrew(whole))
+    first = stage_in(config, tmp_path / "parts")
+
+    def stop(_step: int, _weights: dict[str, torch.Tensor]) -> tuple[float, Mapping[str, Any]]:
+        first.stop.request()
+        return 0.0, {}
+
+    train_stage(first, stop, LocalCrew(first))
+    assert [step for step, _ in losses(tmp_path / "parts")] == [1, 2, 3, 4]
+    (tmp_path / "parts" / "config.json").write_text("{}")
+    second = stage_in(config, tmp_path / "parts", resume=True)
+    team, _ = train_stage(second, unmeasured, LocalCrew(second))
+    assert team.drafters[0].step == 8
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_cached_features_train_to_the_same_losses(config: RunConfig, tmp_path: Path) -> None:
+    """Within one epoch; the cache is captured into the run's folder first."""
+    cached = replace(config, data=replace(config.data, cache_features=True))
+    for name, choice in (("online", config), ("cached", cached)):
+        stage = stage_in(choice, tmp_path / name)
+        order = stage.order()
+        assert order is not None
+        assert order.num_batches(0) * 3 >= 8 * 2, "the run must not leave the first epoch"
+        train_stage(stage, unmeasured, LocalCrew(stage))
+    assert (tmp_path / "cached" / "features" / "features.json").exists()
+    assert losses(tmp_path / "cached") == losses(tmp_path / "online")
+
+
+def test_capture_writes_every_batch_of_the_epoch(config: RunConfig, tmp_path: Path) -> None:
+    stage = stage_in(config, tmp_path / "run")
+    order = stage.order()
+    assert order is not None
+    folder, index = capture_epoch(stage, tmp_path / "features", order)
+    assert index.num_batches == order.num_batches(0) == len(list(folder.glob("*.safetensors")))
+
+
+def test_a_signal_asks_for_a_stop_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stop, before = Stop(), signal.getsignal(signal.SIGTERM)
+    with Signals(stop, quiet()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [128 + signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
