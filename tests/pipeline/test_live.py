@@ -70,7 +70,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
             view.show({**LINE, "step": step})
     lines = out.getvalue().strip().splitlines()
     assert 15 <= len(lines) <= 21
-    assert lines[-1].startswith("training 100/100") and "loss 1.234" in lines[-1]
+    assert lines[-1].startswith("training 100/100")
+    assert "loss 1.234" in lines[-1]
 
 
 def test_a_terminal_gets_one_screen() -> None:

@@ -94,9 +94,10 @@ class Chief:
         }
         self._logged_at, self._logged_step, self._logged_tokens = now, step, tokens
         self._writer.write("train", step, line)
-        self._writer.write("system", step, system_line(self._team))
+        system = system_line(self._team)
+        self._writer.write("system", step, system)
         self.last = line
-        self._show({"step": step, **line})
+        self._show({"step": step, **line, "system": system})
 
     def _evaluate(self, step: int, measure: Measure) -> float:
         """Run the true loop in the first target's thread and wait for it; the drafter stands still meanwhile."""

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +19,9 @@ from draftsmith.pipeline.assemble import Blueprint, Team, build_drafters, build_
 from draftsmith.pipeline.chief import Chief, Measure, Rhythm
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
 from draftsmith.pipeline.inputs import capture_features
+from draftsmith.pipeline.live import TrainView
 from draftsmith.pipeline.producing import Producer
-from draftsmith.pipeline.show import ProgressView, train_text
+from draftsmith.pipeline.show import ProgressView
 from draftsmith.pipeline.stage import Stage
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
 from draftsmith.pipeline.team import run_workers
@@ -106,18 +107,14 @@ def train_stage(stage: Stage, measure: Measure | None, crew: Crew) -> tuple[Team
             console.print(f"[yellow]{remark}[/yellow]")
     with ExitStack() as stack:
         writer = stack.enter_context(_writer(stage, checkpoint))
-        view = ProgressView(console, "training", total, checkpoint.position.step if checkpoint else 0)
+        view = TrainView(console, total, checkpoint.position.step if checkpoint else 0)
         rhythm = Rhythm(
             log_every=config.metrics.log_every,
             save_every=config.checkpoint.save_every,
             eval_every=config.measure.eval_every,
             total_steps=total,
         )
-
-        def show(line: Mapping[str, Any]) -> None:
-            view.update(int(line["step"]), train_text(line))
-
-        chief = Chief(rhythm, writer, measure, show, stage.stop)
+        chief = Chief(rhythm, writer, measure, view.show, stage.stop)
         team = crew.build(stage, chief.after_step)
         stack.callback(team.close)
         state, extra = team.drafters[0].stepper.state, {"totals": team.drafters[0].stepper.inputs.totals}
