@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "capture": Verb(module="train", function="capture", about="write a target's features to disk, to train from later"),
     "evaluate": Verb(module="drafter", function="evaluate", about="measure drafters by the draft-verify loop"),
     "export": Verb(module="drafter", function="export", about="write a run's drafter in the layout engines load"),
+    "verify": Verb(module="drafter", function="verify", about="does an exported drafter serve as it trained?"),
 }
 
 
