@@ -11,7 +11,10 @@ import pytest
 
 from draftsmith.plan.hardware import parse_hardware
 from draftsmith.plan.memory import drafter_memory
-from draftsmith.plan.workload import Job, draw_flops, draw_seconds
+from draftsmith.plan.split import evaluate_split
+from draftsmith.plan.workload import Corpus, Job, draw_flops, draw_seconds
+from draftsmith.target.model import TargetConfig
+from draftsmith.target.weigh import weigh_target
 from tests.plan.conftest import make_job
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -23,6 +26,7 @@ SHAPES = {
 """As bench/common.py has them; constants of speed come from the first and last, of memory from the first alone."""
 
 
+SHAPES["qwen3-8b-24gb"] = make_job((4096, 12288, 3, 151936, 256), (32, 8, 128), 16, 8192)
 DISTILLED = replace(SHAPES["qwen3.6-27b"], shape=replace(SHAPES["qwen3.6-27b"].shape, last_hidden=True))
 SHAPES |= {"qwen3.6-27b-kl": DISTILLED, "qwen3.6-27b-dense": replace(SHAPES["qwen3.6-27b"], num_anchors=3072)}
 
@@ -53,3 +57,22 @@ def test_memory_is_as_foretold(shape: str) -> None:
     reserved = memory.total - found["CUDA context"]
     assert reserved - pool == pytest.approx(1e9 * row["peak_gb"], rel=0.15)
     assert reserved == pytest.approx(1e9 * row["reserved_gb"], rel=0.15)
+
+
+@pytest.mark.parametrize("line", range(2), ids=["peer copies", "through the host"])
+def test_a_pipeline_of_two_gpus_runs_as_foretold(line: int) -> None:
+    found = json.loads((RESULTS / "pipeline-qwen3-8b-2xh200.json").read_text().splitlines()[line])
+    target = weigh_target(TargetConfig(target="Qwen/Qwen3-8B"))
+    tokens, padding = found["tokens_per_batch"], found["shares"]["target 0"]["padding"]
+    job = replace(
+        SHAPES["qwen3-8b"],
+        target=target,
+        drafter=replace(SHAPES["qwen3-8b"].drafter, taps=(1, 9, 17, 25, 33), num_target_layers=36),
+        corpus=Corpus(tokens=1000, supervised=750, padding=padding, fill=tokens / 16384, source="bench"),
+        draws=found["draws"],
+    )
+    split = evaluate_split(job, parse_hardware("2xh200"), 1, 1)
+    assert split.target_rate == pytest.approx(found["target_tokens_per_s"], rel=0.2)
+    assert split.rate == pytest.approx(found["pipeline_tokens_per_s"], rel=0.2)
+    weights = sum(buffer.bytes for buffer in split.memory[0].buffers if buffer.name != "CUDA context")
+    assert weights == pytest.approx(max(found["allocated"]["cuda:0"]), rel=0.15)

@@ -108,8 +108,11 @@ def test_the_target_stops_at_the_last_tap_unless_distilled(tiny: Job) -> None:
 
 
 def test_rates_by_hand(tiny: Job) -> None:
-    # 593 TFLOP/s over 18,000 a token, a fifth of it padding
-    assert target_rate(tiny, H200) == pytest.approx(593e12 / 18_000 * 0.8)
+    # 9 layers of 18 trillion operations a token each at 593 TFLOP/s, a fifth of it padding
+    large = replace(tiny, target=replace(tiny.target, layers=(9 * 10**12,) * 10))
+    assert target_rate(large, H200) == pytest.approx(593e12 / (9 * 18e12) * 0.8)
+    # a forward of an eighth of 32 tokens, bound by the host's 0.65 ms for each of 9 layers
+    assert target_rate(tiny, H200) == pytest.approx(4 / (9 * 0.65e-3) * 0.8)
     # 16 tokens a batch; two draws, an average of gradients after each
     draw = draw_seconds(tiny, H200)
     assert drafter_rate(tiny, H200, 1.0) == pytest.approx(16 / (2 * draw + 2 * 1.0))

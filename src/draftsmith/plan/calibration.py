@@ -27,6 +27,9 @@ TARGET_FP8_SHARE = 935.0 / H200_MATRIX_TFLOPS
 """The same with `--target-compute fp8`: 935 TFLOP/s."""
 TARGET_HYBRID_SHARE = 442.0 / H200_MATRIX_TFLOPS
 """A Qwen3.5-type hybrid with flash-linear-attention, uncompiled: 442 TFLOP/s."""
+HOST_SECONDS_PER_LAYER = 0.65e-3
+"""What the host spends on a layer of a target's forward, compiled but not captured, hooks included: SmolLM2 with 2,048
+tokens a forward reads 100,000 tokens/s (docs/log.md). Wide layers take the GPU longer and hide it."""
 DECODE_SHARE = 0.25
 """Of the matrix rate, a server decoding many answers at once (regeneration). An assumption: servers vary by 2x."""
 

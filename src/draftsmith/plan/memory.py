@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.data.buckets import OrderConfig
 from draftsmith.drafter.loss import LossSums
 from draftsmith.plan.calibration import CONTEXT_BYTES, POOL_SLACK, Card
-from draftsmith.plan.workload import BF16, FP32, Job, activation_bytes, chunk_bytes, drafter_parameters
+from draftsmith.plan.workload import BF16, FP32, Job, activation_bytes, chunk_bytes, drafter_parameters, forward_tokens
 
 STAGING_SETS = 2
 
@@ -80,7 +79,7 @@ def target_buffers(job: Job) -> list[Buffer]:
     facts = job.target.facts
     inner = job.target.total - job.target.ends
     weights = inner * (1 if job.fp8 else BF16) + ends_bytes(job)
-    tokens = job.shape.num_tokens // OrderConfig().forwards_per_batch
+    tokens = forward_tokens(job)
     heads = facts.num_heads * facts.head_dim + 2 * facts.num_kv_heads * facts.head_dim
     forward = tokens * (4 * facts.hidden_size + 2 * heads + 3 * facts.intermediate_size) * BF16
     return [

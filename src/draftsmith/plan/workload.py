@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.data.buckets import OrderConfig
 from draftsmith.drafter.model import DrafterConfig
 from draftsmith.errors import ConfigError
 from draftsmith.plan.calibration import (
     BYTES_PER_LOGIT,
     DECODE_SHARE,
     DRAFTER_SHARE,
+    HOST_SECONDS_PER_LAYER,
     MOVED_TIMES,
     TARGET_DENSE_SHARE,
     TARGET_FP8_SHARE,
@@ -154,9 +156,13 @@ def moved_bytes(job: Job) -> float:
 
 
 def target_flops(job: Job) -> float:
-    """Operations of the target for one token, attention left out: 2 per parameter passed, up to the last tap."""
-    layers = job.target.layers if job.shape.last_hidden else job.target.layers[: job.drafter.taps[-1] + 1]
-    return 2.0 * sum(layers)
+    """Operations of the target for one token, attention left out: 2 per parameter passed."""
+    return 2.0 * sum(passed_layers(job))
+
+
+def passed_layers(job: Job) -> tuple[int, ...]:
+    """Parameters of the layers that run: up to the last tap, or all where the last hidden state is needed."""
+    return job.target.layers if job.shape.last_hidden else job.target.layers[: job.drafter.taps[-1] + 1]
 
 
 def draw_seconds(job: Job, card: Card) -> float:
@@ -174,9 +180,17 @@ def target_share(job: Job) -> float:
 
 
 def target_rate(job: Job, card: Card) -> float:
-    """Real tokens a second of one target worker; what is padded costs, but doesn't count."""
-    padded = target_share(job) * card.tflops * 1e12 / target_flops(job)
-    return padded * (1.0 - job.corpus.padding)
+    """Real tokens a second of one target worker; what is padded costs, but doesn't count. Host or GPU, whichever is
+    slower for a forward."""
+    tokens = forward_tokens(job)
+    on_gpu = tokens * target_flops(job) / (target_share(job) * card.tflops * 1e12)
+    on_host = len(passed_layers(job)) * HOST_SECONDS_PER_LAYER
+    return tokens * (1.0 - job.corpus.padding) / max(on_gpu, on_host)
+
+
+def forward_tokens(job: Job) -> int:
+    """Padded tokens of one forward of the target."""
+    return max(1, job.shape.num_tokens // OrderConfig().forwards_per_batch)
 
 
 def drafter_rate(job: Job, card: Card, reduce_seconds: float = 0.0) -> float:
