@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from draftsmith.data.loader import BatchOrder, shard_numbers
 from draftsmith.pipeline.assemble import Blueprint, Team, build_drafter, build_ring, build_targets, draw_plan
 from draftsmith.pipeline.buffers import WaitClock
@@ -51,8 +53,7 @@ class TargetRank:
             DraftsmithError: this target's error, or another rank's.
         """
         world, producer = self._world, self.producer
-        warm_links(world)
-        world.meet("built")
+        _settle(world)
         numbers = numbers_of(self._plan, world.roles.index, world.roles.num_targets, first_step)
         clock = Telling(world, producer.clock)
 
@@ -107,8 +108,7 @@ class DrafterRank:
         receiver = Receiver(world, ring)
         plan = loop.plan
         numbers = (plan.batch_number(sequence) for sequence in range(loop.next_sequence, plan.num_sequences()))
-        warm_links(world)
-        world.meet("built")
+        _settle(world)
         workers = [
             Worker(
                 name=receiver.clock.name,
@@ -127,6 +127,14 @@ class DrafterRank:
                     remote.listen()
 
         run_workers(workers, world.stop, watch)
+
+
+def _settle(world: World) -> None:
+    """All ranks are built, what they zeroed and copied on other streams is done, and every connection is open."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    warm_links(world)
+    world.meet("built")
 
 
 def numbers_of(plan: Blueprint, index: int, count: int, first_step: int) -> Iterator[int]:
