@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = {
     "your-first-drafter", "five-targets-two-drafters", "small-cards-and-features-on-disk", "data-and-thinking",
-    "serving", "multi-node", "is-a-stock-drafter-enough", "reading-the-report", "planning", "troubleshooting", "design-notes",
+    "serving", "multi-node", "is-a-stock-drafter-enough", "reading-the-report", "planning", "troubleshooting",
+    "design-notes",
 }  # fmt: skip
 FENCE = re.compile(r"^```(?:bash|sh|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NOT_YET = {"inspect", "regenerate", "chat"}

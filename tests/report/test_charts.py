@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from draftsmith.report.charts import all_charts
 from draftsmith.report.runs import read_run
 from tests.report.made_up import write_run
 
 ALWAYS = ["loss-steps", "tau-steps", "loss-labels", "tau-labels", "loss-time", "survival"]
-RATES = ["labels-rate", "step-ms", "gradient", "workers"]
+RATES = ["labels-rate", "step-ms", "gradient", "workers", "waiting"]
 
 
 def test_every_picture_draws_every_run(tmp_path: Path) -> None:
@@ -38,3 +40,11 @@ def test_tau_shows_what_was_measured_not_the_estimate_alone(tmp_path: Path) -> N
     measured = axes.containers[0].lines[0]
     assert list(measured.get_xdata()) == [0, 100, 300, 400]
     assert measured.get_ydata()[-1] == 3.0
+
+
+def test_waiting_is_a_roles_mean(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a"), "a")
+    waiting = next(chart for chart in all_charts([run]) if chart.key == "waiting")
+    targets, drafters = waiting.draw().axes[0].lines
+    assert targets.get_ydata()[0] == pytest.approx(0.18)
+    assert drafters.get_ydata()[0] == pytest.approx(0.03)

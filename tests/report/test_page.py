@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Run:
 def test_the_page_holds_all_it_needs(run: Run, tmp_path: Path) -> None:
     written = write_report([run], tmp_path / "out" / "page.html", {"a <run>": "draftsmith train --target t"})
     page = written[0].read_text()
-    assert page.count("<svg") == 11
+    assert page.count("<svg") == 12
     assert "http" not in page.replace("http://www.w3.org", "")  # self-contained
     assert "prefers-color-scheme: dark" in page
     assert "a &lt;run&gt;" in page
@@ -87,6 +87,6 @@ def test_a_browser_finds_the_figures_and_reports_no_error(run: Run, tmp_path: Pa
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert done.stdout.count("<figure") == 11
+    assert done.stdout.count("<figure") == 12
     assert 'id="evaluation"' in done.stdout
     assert "CONSOLE" not in done.stderr

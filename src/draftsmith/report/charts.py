@@ -18,7 +18,7 @@ GB = 1e9
 
 def all_charts(runs: Sequence[Run]) -> list[Chart]:
     """Every picture that these runs have numbers for, in the order of the page."""
-    charts = [*_progress(runs), _survival(runs), *_rates(runs), _workers(runs)]
+    charts = [*_progress(runs), _survival(runs), *_rates(runs), _workers(runs), _waiting(runs)]
     if any(line.get("gpus") for run in runs for line in run.systems):
         charts.append(_memory(runs))
     return charts
@@ -180,6 +180,31 @@ def _workers(runs: Sequence[Run]) -> Chart:
 
     note = "Targets that wait for room are faster than the drafters; drafters that wait for input, faster than those."
     return Chart(key="workers", title="Busy and waiting", note=note, draw=draw)
+
+
+def _waiting(runs: Sequence[Run]) -> Chart:
+    """How much each role waited, up to each moment."""
+
+    def draw() -> Figure:
+        figure, axes = new_axes("minutes of training", "share of the time so far")
+        for index, run in enumerate(runs):
+            times = run.minutes(run.systems)
+            for role, style in (("target", "-"), ("drafter", "--")):
+                label = f"{run.name}, {role}s" if len(runs) > 1 else f"{role}s"
+                waits = [_role_waits(line, role) for line in run.systems]
+                axes.plot(times, waits, style, color=colour(index), label=label)
+        axes.set_ylim(0, 1)
+        axes.legend(fontsize=8)
+        return figure
+
+    note = "Waiting of targets and drafters, each role's mean. Over 15% is worth another split."
+    return Chart(key="waiting", title="Waiting over time", note=note, draw=draw)
+
+
+def _role_waits(line: Line, role: str) -> float:
+    """Mean waiting share of a role's workers; NaN where it has none (features from disk have readers)."""
+    shares = [1.0 - number(worker["busy"]) for name, worker in line["workers"].items() if name.startswith(role)]
+    return sum(shares) / len(shares) if shares else float("nan")
 
 
 def _memory(runs: Sequence[Run]) -> Chart:
