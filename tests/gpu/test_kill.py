@@ -39,7 +39,7 @@ def save_target(folder: Path) -> None:
 
 def save_chats(path: Path) -> None:
     generator = random.Random(0)
-    words = "the a cat dog runs jumps over under house tree and then sees big small red".split()
+    words = ["the", "a", "cat", "dog", "runs", "jumps", "over", "under", "house", "tree", "and", "then", "sees", "red"]
     with path.open("w", encoding="utf-8") as file:
         for _ in range(120):
             asked, answered = generator.choices(words, k=8), generator.choices(words, k=generator.randint(5, 60))
