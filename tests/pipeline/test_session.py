@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -13,55 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from draftsmith.pipeline.inputs import claim_folder
-from draftsmith.pipeline.run import prepare_stage
 from draftsmith.pipeline.session import LocalCrew, Signals, capture_epoch, train_stage
-from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
-from draftsmith.pipeline.stage import RunConfig, Stage, load_inputs
+from draftsmith.pipeline.stage import RunConfig
 from draftsmith.pipeline.stop import Stop
-from draftsmith.target.model import TargetConfig
-from draftsmith.train.metrics import MetricsConfig
-from tests.families import save_tiny
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
+from tests.pipeline.runs import losses, quiet, stage_in, write_inputs
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("inputs")
-    save_tiny("qwen3", folder / "target")
-    with (folder / "chats.jsonl").open("w") as file:
-        for n in range(40):
-            turns = [
-                {"role": "user", "content": f"say {n}"},
-                {"role": "assistant", "content": f"{n} and {n + 1}. " * 3},
-            ]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return RunConfig(
-        out="",
-        target=TargetConfig(target=str(folder / "target")),
-        data=DataOptions(data=str(folder / "chats.jsonl")),
-        drafter=DrafterOptions(taps=(1, 4)),
-        batch=BatchOptions(token_budget=512, anchors=16, max_steps=8, draws_per_batch=3, accumulation=2),
-        pipeline=PipelineConfig(device="cpu", targets=1, drafters=1, stall_seconds=30),
-        measure=MeasureOptions(eval_every=3),
-        metrics=MetricsConfig(log_every=1),
-    )
-
-
-def stage_in(config: RunConfig, out: Path, *, resume: bool = False) -> Stage:
-    here = replace(config, out=str(out), resume=resume)
-    run = claim_folder(out, resume=resume)
-    return prepare_stage(here, run, load_inputs(here, run, quiet()), quiet())
-
-
-def losses(out: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def unmeasured(_step: int, _weights: dict[str, torch.Tensor]) -> tuple[float, Mapping[str, Any]]:
