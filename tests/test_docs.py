@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -10,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli import VERBS
-from draftsmith.cli.drafter import EvaluateCommand, ExportCommand, VerifyCommand
+from draftsmith.cli.drafter import EvaluateCommand, VerifyCommand
 from draftsmith.cli.parse import parse
 from draftsmith.cli.plan import configure_plan
-from draftsmith.cli.report import ReportCommand
 from draftsmith.cli.train import configure
 from draftsmith.target.model import TargetConfig
 
@@ -28,16 +28,14 @@ FENCE = re.compile(r"^```(?:bash|sh|console)?\n(.*?)^```", re.DOTALL | re.MULTIL
 NOT_YET = {"inspect", "regenerate", "chat"}
 """Verbs that the guides name and that may still be missing."""
 START = re.compile(r"(?:^|\s)(?:\.venv/bin/|-m )?draftsmith (?P<rest>[a-z].*)$")
-FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
 TARGET = TargetConfig(target="smollm2")
 COMMANDS: dict[str, tuple[type, object]] = {
-    "report": (ReportCommand, None),
     "evaluate": (EvaluateCommand, EvaluateCommand(target=TARGET)),
-    "export": (ExportCommand, None),
     "verify": (VerifyCommand, VerifyCommand(target=TARGET)),
 }
+"""Verbs that take their target from the run; the others parse `<Verb>Command` of their module."""
 
 
 def _own_recipe(arguments: list[str]) -> list[str]:
@@ -81,9 +79,7 @@ def test_all_guides_are_there_and_have_commands() -> None:
 
 
 @pytest.mark.parametrize(("where", "command"), DOCUMENTED, ids=[f"{where}: {text}" for where, text in DOCUMENTED])
-def test_a_documented_command_parses(
-    where: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_documented_command_parses(where: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # recipes are named from the project's folder
     verb, *arguments = shlex.split(command)
     if verb in NOT_YET and verb not in VERBS:
@@ -102,11 +98,8 @@ def test_a_documented_command_parses(
     elif importlib.util.find_spec(f"draftsmith.cli.{VERBS[verb].module}") is None:
         pytest.skip(f"{verb} has no module yet")
     else:
-        with pytest.raises(SystemExit):
-            VERBS[verb].load()(["--help"])
-        help_text = capsys.readouterr().out
-        for flag in FLAG.findall(command):
-            assert flag in help_text, f"{where}: {verb} has no {flag}"
+        module = importlib.import_module(f"draftsmith.cli.{VERBS[verb].module}")
+        parse(vars(module)[f"{verb.title()}Command"], verb, arguments, "", None)
 
 
 def test_links_between_pages_lead_somewhere() -> None:
