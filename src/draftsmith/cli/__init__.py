@@ -37,8 +37,11 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(module="plan", function="plan", about="memory, rates and the best split before anything runs"),
     "report": Verb(module="report", function="report", about="one HTML page about runs: curves, evaluation, memory"),
     "prepare": Verb(module="data", function="prepare", about="turn conversations into token ids and loss masks"),
+    "inspect": Verb(module="data", function="inspect", about="see rows with supervised tokens coloured, and lengths"),
+    "regenerate": Verb(module="data", function="regenerate", about="replace answers by the target's own"),
     "capture": Verb(module="train", function="capture", about="write a target's features to disk, to train from later"),
     "evaluate": Verb(module="drafter", function="evaluate", about="measure drafters by the draft-verify loop"),
+    "chat": Verb(module="chat", function="chat", about="try a drafter in the terminal, accepted tokens coloured"),
     "export": Verb(module="drafter", function="export", about="write a run's drafter in the layout engines load"),
     "verify": Verb(module="drafter", function="verify", about="does an exported drafter serve as it trained?"),
 }
@@ -73,9 +76,13 @@ def run(arguments: Sequence[str]) -> int:
     except DraftsmithError as error:
         if debug:
             raise
-        message = escape(" ".join(str(error).split()))
-        errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
-        return USAGE_EXIT
+        message = str(error)
+    except OSError as error:
+        if debug:
+            raise
+        message = f"{error}: check the path, its permissions and the free space"
+    errors.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    return USAGE_EXIT
 
 
 def _print_help(console: Console) -> None:

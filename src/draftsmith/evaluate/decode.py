@@ -7,7 +7,7 @@ it agrees with and its own next token. Batch 1, caches on both sides.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,9 @@ class Plain:
     seconds: float
 
 
+Tell = Callable[[Sequence[int], int], None]
+
+
 @torch.no_grad()
 def decode(
     target: Target,
@@ -99,6 +102,7 @@ def decode(
     prompt_ids: Sequence[int],
     limits: DecodeLimits,
     sampler: Sampler = GREEDY,
+    tell: Tell | None = None,
 ) -> Decoded:
     """Answer `prompt_ids` by drafting blocks and verifying them.
 
@@ -109,6 +113,7 @@ def decode(
         prompt_ids: at least one token.
         limits: when to stop.
         sampler: greedy unless told otherwise.
+        tell: called as tokens are committed, with them and how many of them were drafted (they come first).
 
     Raises:
         ConfigError: an empty prompt.
@@ -122,6 +127,8 @@ def decode(
         answer = [int(sampler.choose(stepper.run(prompt_ids, last_only=True))[0])]
         context.extend(hooks.features()[0])
         prefilled = now(target)
+        if tell is not None:
+            tell(answer, 0)
         done = limits.cut(answer, limits.max_new_tokens)[1]
         while not done:
             room = limits.max_new_tokens - len(answer)
@@ -134,6 +141,8 @@ def decode(
             kept, done = limits.cut([*block[1 : accepted + 1], bonus], room)
             steps.append(VerifyStep(drafted=size - 1, accepted=accepted, committed=len(kept)))
             answer += kept
+            if tell is not None:
+                tell(kept, min(accepted, len(kept)))
             if not done:
                 # The bonus token has not been read by the target yet: it opens the next block.
                 context.extend(hooks.features()[0, : len(kept)])
