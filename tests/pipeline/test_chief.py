@@ -128,6 +128,8 @@ def test_a_reduce_that_fails_after_all_draws_is_not_counted_as_a_step(tmp_path: 
         run.go()
     assert run.saved() == ["step-00000004"]
     assert same_weights(run, 4)
+    position = load_checkpoint(tmp_path).position
+    assert (position.step, position.batch, position.draw) == (4, 2, 2), "not the draws that were lost"
 
 
 def test_the_drafters_own_unforeseen_error_leaves_nothing_to_save(tmp_path: Path) -> None:
