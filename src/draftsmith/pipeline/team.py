@@ -67,7 +67,7 @@ def _producing(producer: Producer, numbers: Iterator[int], rings: list[FeatureRi
 
 
 def joint_loop(producer: Producer, drafter: DrafterTrainLoop, stop: Stop) -> Callable[[], None]:
-    """Both roles in turns in one thread: make a batch, use it up, make the next."""
+    """Both roles in turns in one thread: make a batch, use it up, make the next. Each waits while the other works."""
 
     def run() -> None:
         producer.clock.begin()
@@ -75,8 +75,12 @@ def joint_loop(producer: Producer, drafter: DrafterTrainLoop, stop: Stop) -> Cal
         while not drafter.ended:
             stop.check()
             sequence = drafter.next_sequence
+            started = time.perf_counter()
             producer.produce(drafter.plan.batch_number(sequence))
+            drafter.clock.input(started)
+            started = time.perf_counter()
             drafter.consume(sequence)
+            producer.clock.room(started)
 
     return run
 
