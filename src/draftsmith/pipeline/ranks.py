@@ -127,6 +127,7 @@ class DrafterRank:
                     remote.listen()
 
         run_workers(workers, world.stop, watch)
+        hear()  # both threads may have ended after the last look: the targets must not wait for a word that never comes
 
 
 def _settle(world: World) -> None:
