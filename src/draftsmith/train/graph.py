@@ -60,6 +60,26 @@ class Stepper(Protocol):
     def update(self) -> None: ...
 
 
+class InputGuard:
+    """Remembers the inputs of a capture: a graph holds addresses, so another tensor would be ignored in silence."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._expected = {name: _identity(tensor) for name, tensor in inputs.tensors().items()}
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse inputs that are not the captured ones.
+
+        Raises:
+            CaptureError: naming the input whose shape, dtype, device or address changed, from what, to what.
+        """
+        for name, tensor in inputs.tensors().items():
+            now, then = _identity(tensor), self._expected[name]
+            if now != then:
+                raise CaptureError(
+                    f"captured input {name} changed from {then} to {now}: copy into the buffer instead of replacing it"
+                )
+
+
 class PlainStep:
     """The step as it is written: on the CPU, and on a GPU with `capture = "off"`."""
 
@@ -86,7 +106,7 @@ class CapturedStep:
         self.state = state
         self.inputs = inputs
         self.stream = stream
-        self._expected = {name: _identity(tensor) for name, tensor in inputs.tensors().items()}
+        self._guard = InputGuard(inputs)
         plain = PlainStep(state, inputs)
         before = _counters(state, inputs)
         started = time.perf_counter()
@@ -100,7 +120,7 @@ class CapturedStep:
             except CaptureError:
                 raise
             except RuntimeError as error:
-                raise _explained(error) from error
+                raise explained(error) from error
             finally:
                 _restore(state, inputs, before)
             stream.synchronize()
@@ -112,20 +132,12 @@ class CapturedStep:
         Raises:
             CaptureError: an input's shape, dtype, device or address is not the captured one.
         """
-        self._guard()
+        self._guard.check(self.inputs)
         self._accumulate.replay()
 
     def update(self) -> None:
         """Replay the update of the accumulated gradients."""
         self._update.replay()
-
-    def _guard(self) -> None:
-        for name, tensor in self.inputs.tensors().items():
-            now, then = _identity(tensor), self._expected[name]
-            if now != then:
-                raise CaptureError(
-                    f"captured input {name} changed from {then} to {now}: copy into the buffer instead of replacing it"
-                )
 
     def _self_test(self, reference: Tensor) -> None:
         """A replay must give the very sums and gradients of the uncaptured step; else the capture is of no use."""
@@ -213,8 +225,8 @@ def _capture(piece: Any, stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cu
     return graph, graph.pool()
 
 
-def _explained(error: RuntimeError) -> CaptureError:
-    """The operation is the last line of the error that is not CUDA's own advice."""
+def explained(error: RuntimeError) -> CaptureError:
+    """What couldn't be captured, as the error's first line has it, the torch version, and the way out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
     return CaptureError(
