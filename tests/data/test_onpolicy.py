@@ -80,10 +80,10 @@ def test_a_mixture_says_so() -> None:
     assert 0.05 < report.share_foreign < 0.3
 
 
-def test_rows_are_counted_and_limited() -> None:
+def test_rows_are_counted_and_sampled_evenly() -> None:
     rows, logits = sampled_rows(1.0)
     told: list[int] = []
-    report = check_on_policy(rows, scorer(logits), OnPolicyConfig(alarm_rows=10, alarm_batch=4), told.append)
+    report = check_on_policy(rows[:10], scorer(logits), OnPolicyConfig(off_policy_batch=4), told.append)
     assert told == [4, 4, 2]
     assert len(report.gaps) == 10
     assert sample_indices(10, 4) == [0, 2, 5, 7]
@@ -105,8 +105,8 @@ def test_scores_that_cannot_be_are_refused() -> None:
     broken = TokenScores(torch.full((LENGTH,), float("nan")), torch.zeros(LENGTH))
     with pytest.raises(DataError, match="isn't finite"):
         check_on_policy(rows[:1], lambda documents: [broken], OnPolicyConfig())
-    with pytest.raises(DataError, match="--alarm-rows 0"):
+    with pytest.raises(DataError, match="--off-policy-rows 0"):
         check_on_policy([], scorer(logits), OnPolicyConfig())
-    for bad in ({"alarm_rows": -1}, {"alarm_batch": 0}):
-        with pytest.raises(ConfigError, match="--alarm"):
+    for bad in ({"off_policy_rows": -1}, {"off_policy_batch": 0}):
+        with pytest.raises(ConfigError, match="--off-policy"):
             OnPolicyConfig(**bad)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.conversations import Conversation, Skip, parse_row
 from draftsmith.data.regenerate import Answer, Prompt, RegenerateConfig, SamplingConfig, regenerate
-from draftsmith.data.servers import ServerConfig
+from draftsmith.data.servers import ServerConfig, ServerGenerate
 from draftsmith.data.tokenize import TokenizeConfig, tokenize_conversation
 from draftsmith.errors import ConfigError, DataError
 
@@ -183,7 +183,7 @@ def test_A24_regenerated_rows_are_tokenised_as_they_were_sampled(tokenizer_for: 
         (lambda: SamplingConfig(top_p=0), "--top-p"),
         (lambda: SamplingConfig(max_new_tokens=0), "--max-new-tokens"),
         (lambda: RegenerateConfig(batch_rows=0), "--batch-rows"),
-        (lambda: ServerConfig(urls=()), "--urls"),
+        (lambda: ServerGenerate(ServerConfig(), SamplingConfig()), "--server"),
         (lambda: ServerConfig(concurrency=0), "--concurrency"),
     ],
 )

@@ -96,14 +96,14 @@ def test_a_server_killed_half_way_leaves_a_complete_output_without_doubles(chats
     out = tmp_path / "own.jsonl"
     with server.running() as url:
         server.die_after = 12
-        settings = ServerConfig(urls=(url,), concurrency=2, retries=1)
+        settings = ServerConfig(server=(url,), concurrency=2, retries=1)
         with (
             ServerGenerate(settings, config.sampling, sleep=lambda seconds: None) as generate,
             pytest.raises(DataError, match=r"after 2 tries \(status 500 .*finished rows are kept"),
         ):
             regenerate(chats, out, generate, config)
     server.die_after = 10**9
-    with server.running() as url, ServerGenerate(ServerConfig(urls=(url,)), config.sampling) as generate:
+    with server.running() as url, ServerGenerate(ServerConfig(server=(url,)), config.sampling) as generate:
         report = regenerate(chats, out, generate, config)
     rows = rows_of(out)
     assert report.skipped["the server refused the prompt"] == 1
@@ -120,7 +120,7 @@ def test_busy_servers_are_asked_again_with_growing_waits_and_dead_ones_passed(ch
     prompt = Prompt(messages=messages, tools=[{"a": 1}], template_kwargs={"k": 1}, seed=7)
     server.busy = 3
     with server.running() as url:
-        config = ServerConfig(urls=(url, "http://127.0.0.1:9/v1"), concurrency=1, model="named", longest_wait=3.0)
+        config = ServerConfig(server=(url, "http://127.0.0.1:9/v1"), concurrency=1, model="named", longest_wait=3.0)
         with ServerGenerate(config, SamplingConfig(seed=5, max_new_tokens=9), sleep=waits.append) as generate:
             answers = generate([prompt])
     assert isinstance(answers[0], Answer)
@@ -143,7 +143,7 @@ def test_replies_that_are_no_completion_are_skipped() -> None:
 def test_a_server_without_models_asks_for_a_name() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(404))
     with (
-        ServerGenerate(ServerConfig(), SamplingConfig(), transport=transport) as generate,
+        ServerGenerate(ServerConfig(server=("http://one/v1",)), SamplingConfig(), transport=transport) as generate,
         pytest.raises(DataError, match="--model"),
     ):
         generate([])

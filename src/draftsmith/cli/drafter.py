@@ -174,7 +174,8 @@ def export(arguments: Sequence[str]) -> int:
     if command.verify and command.layout == "zlab":
         verify_export(out, drafter.config, target.facts)
     console.print(f"{escape(str(out))}: {checkpoint.path.name} of {escape(str(run))}, layout {command.layout}")
-    console.print(card[card.index("```bash") : card.index("## Training")].replace("```bash\n", "").replace("```\n", ""))
+    serving = card[card.index("```bash") : card.index("## Training")].replace("```bash\n", "").replace("```\n", "")
+    console.print(escape(serving.strip()), highlight=False, soft_wrap=True)  # to be copied: never wrapped
     return 0
 
 

@@ -13,8 +13,9 @@ import tyro
 from draftsmith.errors import ConfigError, UsageError
 
 T = TypeVar("T")
-FRAME = "│╭╮╰╯ \n"
-RULE = "───"
+FRAME = "│╭╮╰╯ "
+RULES = "───", "---"
+"""Ends of a frame's title and of rules, where the terminal has box characters and where not."""
 
 
 def parse(kind: type[T], verb: str, arguments: Sequence[str], about: str, default: T | None = None) -> T:
@@ -57,16 +58,10 @@ def _cause(end: BaseException) -> UsageError | None:
 
 
 def one_line(box: str) -> str:
-    """What a framed message of tyro says, up to its first rule, less the frame; with the option that was likely meant."""
-    kept: list[str] = []
-    for line in box.splitlines():
-        text = line.strip(FRAME)
-        if RULE in text:
-            if kept:
-                break
-            continue
-        if text:
-            kept.append(text)
+    """What a framed message of tyro says, up to its first rule, less the frame; with the option that was meant."""
+    lines = [line.strip(FRAME) for line in box.splitlines()]
+    rules = [index for index, line in enumerate(lines) if line.endswith(RULES)] + [len(lines)] * 2
+    kept = [line for line in lines[rules[0] + 1 : rules[1]] if line]
     text = " ".join(kept).partition(" Got errors:")[0].removesuffix(".")
     meant = re.search(r"Perhaps you meant:.*?(--[\w-]+)", box, re.DOTALL)
     return f"{text}; did you mean {meant[1]}?" if meant else text

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -31,16 +32,16 @@ HISTOGRAM_EDGES = tuple(-1.0 + 0.25 * step for step in range(17))
 class OnPolicyConfig:
     """How many rows the alarm looks at."""
 
-    alarm_rows: int = 200
-    """Rows scored with the target before training; 0 leaves the alarm out."""
-    alarm_batch: int = 8
+    off_policy_rows: int | Literal["auto"] = "auto"
+    """Rows scored with the target, to tell whether their answers are its own: auto is 200, or 24 on a CPU; 0 none."""
+    off_policy_batch: int = 8
     """Rows per forward while scoring."""
 
     def __post_init__(self) -> None:
-        if self.alarm_rows < 0:
-            raise ConfigError(f"--alarm-rows {self.alarm_rows} is below 0: give 0 to leave the alarm out")
-        if self.alarm_batch < 1:
-            raise ConfigError(f"--alarm-batch {self.alarm_batch} must be at least 1")
+        if self.off_policy_rows != "auto" and self.off_policy_rows < 0:
+            raise ConfigError(f"--off-policy-rows {self.off_policy_rows} is below 0: give 0 to leave the alarm out")
+        if self.off_policy_batch < 1:
+            raise ConfigError(f"--off-policy-batch {self.off_policy_batch} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,16 @@ def check_on_policy(
 ) -> OnPolicyReport:
     """Score documents with the target; `advance` is told of each batch's rows.
 
-    Rows come in the order given: hand in a sample of the data, `alarm_rows` of it are used.
+    All rows given are scored: hand in a sample of the data.
 
     Raises:
         DataError: no document with a supervised token, or a score that isn't finite or of another length.
     """
-    chosen = list(documents[: config.alarm_rows])
+    chosen = list(documents)
     gaps: list[float] = []
     num_tokens = 0
-    for start in range(0, len(chosen), config.alarm_batch):
-        batch = chosen[start : start + config.alarm_batch]
+    for start in range(0, len(chosen), config.off_policy_batch):
+        batch = chosen[start : start + config.off_policy_batch]
         for document, scores in zip(batch, score(batch), strict=True):
             gap, count = _row_gap(document, scores)
             if count:
@@ -140,7 +141,7 @@ def check_on_policy(
             advance(len(batch))
     if not gaps:
         raise DataError(
-            "no supervised token to score: the off-policy alarm needs at least one row (--alarm-rows 0 skips it)"
+            "no supervised token to score: the off-policy alarm needs at least one row (--off-policy-rows 0 skips it)"
         )
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / max(1, len(gaps) - 1)

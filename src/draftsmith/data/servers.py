@@ -25,8 +25,9 @@ BUSY = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 class ServerConfig:
     """Where answers come from."""
 
-    urls: tuple[str, ...] = ("http://localhost:8000/v1",)
-    """Base URLs, ending in /v1; requests go round them, and past one that doesn't answer."""
+    server: tuple[str, ...] = ()
+    """Base URLs, such as http://localhost:8000/v1: requests go round them, and past one that doesn't answer. Empty
+    generates in this process."""
     model: str | None = None
     """Name of the model as the server knows it; left out, the first that it lists."""
     api_key: str = "none"
@@ -41,8 +42,6 @@ class ServerConfig:
     """Seconds that one answer may take."""
 
     def __post_init__(self) -> None:
-        if not self.urls:
-            raise ConfigError("no server given: --urls http://localhost:8000/v1")
         if self.concurrency < 1 or self.retries < 0:
             raise ConfigError("--concurrency must be at least 1 and --retries at least 0")
 
@@ -58,6 +57,8 @@ class ServerGenerate:
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        if not config.server:
+            raise ConfigError("no server given: --server http://localhost:8000/v1")
         self._config = config
         self._sampling = sampling
         self._sleep = sleep
@@ -95,7 +96,7 @@ class ServerGenerate:
         reply = self._send("GET", "/models", None)
         models = cast(list[dict[str, Any]], reply.json().get("data") or []) if reply.status_code < 400 else []
         if not models:
-            raise DataError(f"{self._config.urls[0]} lists no model (status {reply.status_code}): name it with --model")
+            raise DataError(f"{self._config.server[0]} lists no model (status {reply.status_code}): name it with --model")
         return str(models[0]["id"])
 
     def _ask(self, prompt: Prompt) -> Answer | Skip:
@@ -133,14 +134,14 @@ class ServerGenerate:
                 return reply
             problem = f"status {reply.status_code} from {url}"
         raise DataError(
-            f"no answer from {', '.join(self._config.urls)} after {self._config.retries + 1} tries ({problem}): "
+            f"no answer from {', '.join(self._config.server)} after {self._config.retries + 1} tries ({problem}): "
             "start the server and run the same command again; finished rows are kept"
         )
 
     def _next_url(self) -> str:
         with self._lock:
             self._next += 1
-            return self._config.urls[(self._next - 1) % len(self._config.urls)]
+            return self._config.server[(self._next - 1) % len(self._config.server)]
 
 
 def parse_answer(reply: httpx.Response) -> Answer | Skip:

@@ -23,6 +23,7 @@ from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
 from draftsmith.evaluate.prompts import Prompt
 from draftsmith.evaluate.statistics import compare
+from draftsmith.pipeline.alarm import sound_alarm
 from draftsmith.pipeline.chief import Measure, Measured, idle_report, masters_on_cpu
 from draftsmith.pipeline.documents import prompt_of
 from draftsmith.pipeline.inputs import claim_folder, start_drafter
@@ -149,7 +150,10 @@ def train(config: RunConfig, console: Console) -> RunResult:
     world = join_world(config.pipeline)
     if world is None:
         run = claim_folder(Path(config.out), resume=config.resume)
-        stage = prepare_stage(config, run, load_inputs(config, run, console), console)
+        inputs = load_inputs(config, run, console)
+        if inputs.data is not None and not config.resume:
+            sound_alarm(inputs.target, inputs.data.train, config.on_policy, console)
+        stage = prepare_stage(config, run, inputs, console)
         result = _lead(stage, _yardstick(stage), LocalCrew(stage))
     else:
         console.quiet = not world.roles.is_chief

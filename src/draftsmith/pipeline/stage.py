@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith.data.buckets import OrderConfig
 from draftsmith.data.loader import BatchOrder
+from draftsmith.data.onpolicy import OnPolicyConfig
 from draftsmith.data.prepare import PrepareConfig
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig
@@ -48,6 +50,7 @@ class RunConfig:
     target: TargetConfig
     data: DataOptions
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
     loss: LossConfig = field(default_factory=LossConfig)
     batch: BatchOptions = field(default_factory=BatchOptions)
@@ -135,7 +138,7 @@ def load_inputs(
     """
     if placement is None:
         placement = place(config.pipeline, reads_features=bool(config.data.features))
-    with console.status(f"loading target {config.target.target}"):
+    with console.status(f"loading target {escape(config.target.target)}"):
         target = load_target(config.target, device or placement.targets[0])
     data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
