@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from rich.console import Console
 from rich.markup import escape
 
@@ -59,8 +60,8 @@ class RunConfig:
     measure: MeasureOptions = field(default_factory=MeasureOptions)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    resume: bool = False
-    """Continue the run in `out` from its newest checkpoint."""
+    resume: Annotated[bool, tyro.conf.Suppress] = False
+    """Continue the run in `out` from its newest checkpoint (the command line's --resume RUN)."""
     allow_changed: tuple[str, ...] = ()
     """With --resume: parts that may differ from the checkpoint (data, target, mask-token, architecture, objective)."""
 
