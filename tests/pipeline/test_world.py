@@ -124,7 +124,7 @@ def test_a_ranks_own_error_reaches_the_others_under_its_name_and_the_first_stand
     ranks[2].tell_failure(ValueError("later"))
     for world in ranks[1:]:
         world.look()
-        with pytest.raises(PeerError, match=r"^target 0 failed: no such layer$") as caught:
+        with pytest.raises(PeerError, match=r"^target 0 failed: ValueError: no such layer$") as caught:
             world.stop.raise_error()
         assert caught.value.is_told
 
@@ -133,7 +133,7 @@ def test_leaving_with_an_error_tells_it_and_a_peers_error_is_not_told_again() ->
     ranks = worlds(1, 1)
     with pytest.raises(ValueError, match="broken"), ranks[1]:
         raise ValueError("broken")
-    assert ranks[0].store.get("failed") == b"drafter 0 failed: broken"
+    assert ranks[0].store.get("failed") == b"drafter 0 failed: ValueError: broken"
     fresh = worlds(1, 1)
     with pytest.raises(PeerError), fresh[0]:
         raise PeerError("drafter 0 died")
@@ -152,7 +152,7 @@ def test_waits_end_with_the_word_with_a_failure_or_with_their_limit() -> None:
     with pytest.raises(StoppedError):
         ranks[0].wait("moon", "the moon")
     ranks[0].tell_failure(ValueError("x"))
-    with pytest.raises(PeerError, match="target 0 failed: x"):
+    with pytest.raises(PeerError, match="target 0 failed: ValueError: x"):
         ranks[1].wait("moon", "the moon")
 
 
@@ -179,4 +179,4 @@ def test_a_broken_connection_is_explained() -> None:
     slow = ranks[0].explain(RuntimeError("Timed out waiting 30000ms for recv"), [1])
     assert str(slow) == "lost the connection to drafter 0: stood still for over --stall-seconds 30"
     ranks[1].tell_failure(ValueError("out of memory"))
-    assert str(ranks[0].explain(RuntimeError("closed"), [1])) == "drafter 0 failed: out of memory"
+    assert str(ranks[0].explain(RuntimeError("closed"), [1])) == "drafter 0 failed: ValueError: out of memory"

@@ -240,7 +240,9 @@ class World:
         """Tell the other ranks of this rank's own error; the first one told stands."""
         if isinstance(error, PeerError):
             return
-        name, message = self.roles.name(self.roles.rank), str(error) or type(error).__name__
+        name, message = self.roles.name(self.roles.rank), str(error)
+        if not isinstance(error, DraftsmithError):
+            message = f"{type(error).__name__}: {message}"
         text = message if message.startswith(name) else f"{name} failed: {message}"
         try:
             self.store.compare_set("failed", "", text)
