@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,14 +86,3 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="--max-new-tokens 0"):
         VerifyCommand(target=TargetConfig(target="smollm2"), max_new_tokens=0)
     assert ExportCommand(run="r", out="o").checkpoint == "newest"
-
-
-def test_resume_and_dry_run(trained: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(trained.train("--dry-run", out="dry")) == 0
-    assert "dry run passed" in capsys.readouterr().out
-    assert not Path(trained.folder / "dry").exists()
-    assert run(trained.train(out="again")) == 0
-    again = trained.folder / "again"
-    assert run(["train", "--resume", str(again), "--max-steps", "14"]) == 0
-    assert "continuing from step 12" in capsys.readouterr().out
-    assert load_checkpoint(again).position.step == 14
