@@ -19,6 +19,12 @@ def filled(rows: int) -> Account:
     return account
 
 
+def test_examples_can_be_written_to_any_file() -> None:
+    account = Account()
+    account.skip(Skip("unknown role", "\ud800 user"), "f:1")
+    assert account.examples["unknown role"] == ["f:1: \\ud800 user"]
+
+
 def test_accounts_of_shards_add_up() -> None:
     total = Account()
     total.merge(filled(3))

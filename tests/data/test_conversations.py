@@ -16,6 +16,7 @@ from draftsmith.data.conversations import Conversation, Skip, parse_row
 from draftsmith.data.convert import RowConverter
 from draftsmith.data.sources import RawRow
 from draftsmith.data.tokenize import TokenizeConfig
+from tests.data.mutated import mutated_line
 
 ForTemplate = Callable[[str | None], PreTrainedTokenizerFast]
 PAIR = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
@@ -168,69 +169,50 @@ def test_any_json_value_is_a_conversation_or_a_reason(row: Any) -> None:
     assert isinstance(result, Conversation) or result.reason
 
 
-SEEDS: list[Any] = [
-    {"messages": [{"role": "system", "content": "s"}, *PAIR, {"role": "user", "content": "中文 😀"}, PAIR[1]]},
-    {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a long answer"}], "system": "s"},
-    {
-        "messages": [
-            PAIR[0],
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
-            {"role": "tool", "tool_call_id": "c", "content": "r"},
-            {"role": "assistant", "reasoning_content": "t", "content": "a b"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    },
-    {"prompt": "hello", "completion": "there you are"},
-    {"text": "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"},
-    {"input_ids": [30, 31, 32, 33], "loss_mask": [0, 1, 1, 0]},
-    {"request": {"messages": PAIR[:1]}, "response": {"choices": [{"message": PAIR[1], "finish_reason": "length"}]}},
-]
-ODD: list[Any] = [
-    None,
-    0,
-    -1,
-    1.5,
-    True,
-    "",
-    "user",
-    "assistant",
-    "</think>",
-    "<|im_end|>",
-    "\n\n",
-    [],
-    {},
-    [[]],
-    [{}],
-    "{",
-    "\x00",
-]
+HALF = "a \ud83d"
+CALL = {"function": {"name": "f", "arguments": {"k": 1}}}
 
 
-def mutate(value: Any, generator: np.random.Generator) -> Any:
-    """One random change somewhere inside: a value replaced, a key or item dropped, doubled or moved."""
-    if isinstance(value, dict) and value and generator.random() < 0.8:
-        key = list(value)[generator.integers(len(value))]
-        changed = dict(value)
-        draw = generator.random()
-        if draw < 0.15:
-            del changed[key]
-        elif draw < 0.25:
-            changed[str(ODD[generator.integers(len(ODD))])] = changed.pop(key)
-        else:
-            changed[key] = mutate(value[key], generator)
-        return changed
-    if isinstance(value, list) and value and generator.random() < 0.8:
-        place = int(generator.integers(len(value)))
-        draw = generator.random()
-        if draw < 0.15:
-            return value[:place] + value[place + 1 :]
-        if draw < 0.3:
-            return [*value, value[place]]
-        return [mutate(item, generator) if index == place else item for index, item in enumerate(value)]
-    if isinstance(value, str) and value and generator.random() < 0.5:
-        cut = int(generator.integers(len(value) + 1))
-        return value[:cut] + str(ODD[generator.integers(len(ODD))]) + value[cut:]
-    return ODD[generator.integers(len(ODD))]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [PAIR[0], {"role": "assistant", "tool_calls": [{"function": {"name": HALF}}]}]},
+        {"messages": [PAIR[0], {"role": "assistant", "tool_calls": [{**CALL, "id": HALF}]}]},
+        {
+            "messages": [
+                PAIR[0],
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [HALF]}}]},
+            ]
+        },
+        {"messages": PAIR, "tools": [{"function": {"name": "f", "description": HALF}}]},
+        {"messages": PAIR, "chat_template_kwargs": {HALF: 1}},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_hides(fields: dict[str, Any]) -> None:
+    result = parse_row(json.loads(json.dumps(fields)))
+    assert isinstance(result, Skip)
+    assert result.reason == "text holds half of a surrogate pair"
+
+
+@pytest.mark.parametrize("place", ["tools", "arguments"])
+def test_deep_nesting_is_refused_before_a_template_recurses(place: str) -> None:
+    def row(depth: int) -> dict[str, Any]:
+        value = json.loads('{"k":' * depth + "1" + "}" * depth)
+        call = {"function": {"name": "f", "arguments": value}}
+        messages = [PAIR[0], {"role": "assistant", "tool_calls": [call]}] if place == "arguments" else PAIR
+        return {"messages": messages, "tools": [value]}
+
+    assert isinstance(parse_row(row(90)), Conversation)
+    result = parse_row(row(900))
+    assert isinstance(result, Skip)
+    assert result.reason == "nested too deep"
+
+
+def test_a_logged_answer_needs_no_role() -> None:
+    answer = {"choices": [{"message": {"content": "a b"}, "finish_reason": "stop"}]}
+    logged = parse_row({"request": {"messages": PAIR[:1]}, "response": answer})
+    assert isinstance(logged, Conversation)
+    assert logged.messages[-1] == {"role": "assistant", "content": "a b"}
 
 
 def fuzz(tokenizer_for: ForTemplate, num_rows: int, seed: int) -> Counter[str]:
@@ -241,12 +223,7 @@ def fuzz(tokenizer_for: ForTemplate, num_rows: int, seed: int) -> Counter[str]:
     ]
     outcomes: Counter[str] = Counter()
     for index in range(num_rows):
-        row = SEEDS[index % len(SEEDS)]
-        for _ in range(int(generator.integers(1, 4))):
-            row = mutate(row, generator)
-        line = json.dumps(row).encode()
-        if generator.random() < 0.1:
-            line = line[: int(generator.integers(len(line) + 1))] + b"\xff" * int(generator.integers(2))
+        line = mutated_line(index, generator)
         converted = converters[index % len(converters)].convert(RawRow(f"fuzz:{index}", line))
         if isinstance(converted.outcome, Skip):
             assert converted.outcome.reason
@@ -269,5 +246,5 @@ def test_mutated_rows_are_kept_or_explained(tokenizer_for: ForTemplate) -> None:
 @pytest.mark.long
 def test_ten_thousand_mutated_rows_are_kept_or_explained(tokenizer_for: ForTemplate) -> None:
     outcomes = fuzz(tokenizer_for, 10_000, seed=1)
-    assert outcomes["kept"] > 1_000
+    assert outcomes["kept"] > 700
     assert len(outcomes) < 60, "reasons stay countable"

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.conversations import Skip
-from draftsmith.data.convert import RowConverter, convert_rows, decode_row
+from draftsmith.data.convert import Converted, RowConverter, convert_rows, decode_row
 from draftsmith.data.sources import RawRow
 from draftsmith.data.tokenize import TokenizeConfig, Tokenized
+from draftsmith.errors import WorkerError
 
 ForTemplate = Callable[[str | None], PreTrainedTokenizerFast]
 LINE = b'{"prompt": "hello", "completion": "there you are", "chat_template_kwargs": {"k": 1}}'
@@ -44,6 +46,20 @@ def test_rows_are_read_no_further_than_needed(tokenizer_for: ForTemplate) -> Non
     converted = convert_rows(rows(), RowConverter(tokenizer_for("chatml"), TokenizeConfig(), "keep"), 1)
     assert next(converted).position == "f:0"
     assert read == [0]
+
+
+class _Killed(RowConverter):
+    """Stands for a process that the system kills for memory."""
+
+    def convert_all(self, rows: list[RawRow]) -> list[Converted]:
+        os._exit(9)
+
+
+@pytest.mark.long
+def test_a_killed_process_ends_the_preparation_with_a_remedy(tokenizer_for: ForTemplate) -> None:
+    converter = _Killed(tokenizer_for("chatml"), TokenizeConfig(), "keep")
+    with pytest.raises(WorkerError, match="fewer --workers"):
+        list(convert_rows([RawRow("f:0", LINE)], converter, 2))
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +20,7 @@ from draftsmith.data.shards import ShardWriter
 from draftsmith.data.sources import Source, read_mixture
 from draftsmith.data.tokenize import TokenizeConfig
 from draftsmith.errors import ConfigError, DataError
+from tests.data.mutated import mutated_line
 
 ForTemplate = Callable[[str | None], PreTrainedTokenizerFast]
 WORDS = [f"word{index}" for index in range(20)]
@@ -279,3 +281,43 @@ def test_options_out_of_range_are_refused() -> None:
         PrepareConfig(workers=-1)
     with pytest.raises(ConfigError, match="--shard-rows"):
         PrepareConfig(shard_rows=0)
+
+
+def test_odd_characters_in_a_refused_row_dont_spoil_the_account(tokenizer_for: ForTemplate, tmp_path: Path) -> None:
+    odd = {"messages": [{"role": "\ud800", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    chats = write(tmp_path / "chats.jsonl", [row(0), odd])
+    ready = prepare(chats, tokenizer_for("chatml"), tmp_path / "out", PrepareConfig())
+    assert ready.account.skipped == {"unknown role": 1}
+
+
+def test_a_weight_repeats_no_duplicate(tokenizer_for: ForTemplate, tmp_path: Path) -> None:
+    chats = write(tmp_path / "chats.jsonl", [row(0), row(0), row(1)])
+    ready = prepare(f"{chats}:2", tokenizer_for("chatml"), None, PrepareConfig(duplicates="drop-exact"))
+    assert (ready.account.rows_in, ready.account.rows_kept) == (6, 4)
+    assert ready.account.skipped == {"duplicate of an earlier row": 2}
+
+
+def test_the_progress_bar_ends_at_all_rows_of_a_thinned_source(
+    tokenizer_for: ForTemplate, chats: Path, tmp_path: Path
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200)
+    prepare(f"{chats}:0.5", tokenizer_for("chatml"), tmp_path / "out", PrepareConfig(), console)
+    assert "40 rows" in screen.getvalue()
+    assert "0:00:00" in screen.getvalue().split("40 rows")[-1], "no time remains, and none is unknown"
+
+
+@pytest.mark.long
+def test_every_line_of_a_mutated_file_is_kept_or_skipped_with_a_reason(
+    tokenizer_for: ForTemplate, tmp_path: Path
+) -> None:
+    lines = [mutated_line(index, np.random.Generator(np.random.PCG64([2, index]))) for index in range(10_000)]
+    (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
+    config = PrepareConfig(tokenize=TokenizeConfig(max_length=60), duplicates="drop-near", workers=2, shard_rows=900)
+    ready = prepare(tmp_path / "chats.jsonl", tokenizer_for("qwen3"), tmp_path / "out", config)
+    account = ready.account
+    assert account.rows_in == sum(bool(line.strip()) for line in lines)
+    assert account.rows_in == account.rows_kept + account.skipped.total()
+    assert account.rows_kept > 300
+    assert all(account.examples[reason] for reason in account.skipped)
+    assert len(ready) == account.documents >= account.rows_kept

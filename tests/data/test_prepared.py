@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from draftsmith.data.account import Account
 from draftsmith.data.convert import PackedRow
-from draftsmith.data.prepared import PreparedData, record_batch
+from draftsmith.data.prepared import PreparedData, load_prepared, record_batch
+from draftsmith.errors import DataError
 
 
 def packed(*ids: int) -> PackedRow:
@@ -29,6 +31,13 @@ def test_documents_are_found_across_record_batches() -> None:
     for index in (-1, 3):
         with pytest.raises(IndexError, match="of 3"):
             data.document(index)
+
+
+def test_a_damaged_account_names_the_remedy(tmp_path: Path) -> None:
+    for text in ("{", "{}", "[]"):
+        (tmp_path / "account.json").write_text(text)
+        with pytest.raises(DataError, match=r"is damaged .*--overwrite"):
+            load_prepared(tmp_path)
 
 
 def test_a_document_is_a_copy() -> None:

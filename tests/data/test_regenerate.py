@@ -190,3 +190,36 @@ def test_A24_regenerated_rows_are_tokenised_as_they_were_sampled(tokenizer_for: 
 def test_options_out_of_range_are_refused(build: Callable[[], Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         build()
+
+
+def test_a_refused_prompt_is_asked_again_by_the_next_run(chats: Path, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def refuse(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        return [Skip("the server refused the prompt", "no model \ud800") for _ in prompts]
+
+    def answer(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        asked.extend(prompt.messages[-1]["content"] for prompt in prompts)
+        return own(prompts)
+
+    config = RegenerateConfig(every_turn=False)
+    with pytest.raises(DataError, match=r"refused the prompt \(20\) no model \\ud800"):
+        regenerate(chats, tmp_path / "own.jsonl", refuse, config)
+    report = regenerate(chats, tmp_path / "own.jsonl", answer, config)
+    assert len(asked) == report.rows_out == 20
+    assert report.rows_in == 23
+    assert "the server refused the prompt" not in report.skipped
+
+
+def test_a_tool_call_ends_the_conversation(tmp_path: Path) -> None:
+    def call(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+        calls = [{"function": {"name": "f", "arguments": "{}"}}]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        return [Answer(message=message, finish_reason="tool_calls") for _ in prompts]
+
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps(conversation(0, turns=3) | {"tools": [{"function": {"name": "f"}}]}))
+    regenerate(chats, tmp_path / "own.jsonl", call, RegenerateConfig())
+    (row,) = rows_of(tmp_path / "own.jsonl")
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+    assert row["finish_reason"] == "tool_calls"

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,11 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers.utils.import_utils import is_serve_available
 
 from draftsmith.data.conversations import Skip
 from draftsmith.data.regenerate import Answer, Prompt, RegenerateConfig, SamplingConfig, regenerate
 from draftsmith.data.servers import ServerConfig, ServerGenerate, parse_answer
 from draftsmith.errors import DataError
+from tests.families import save_tiny
 
 
 @pytest.fixture
@@ -140,10 +146,130 @@ def test_replies_that_are_no_completion_are_skipped() -> None:
         assert isinstance(parse_answer(httpx.Response(200, text=content)), Skip)
 
 
-def test_a_server_without_models_asks_for_a_name() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(404))
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_without_models_asks_for_a_name(status: int) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status))
     with (
         ServerGenerate(ServerConfig(server=("http://one/v1",)), SamplingConfig(), transport=transport) as generate,
         pytest.raises(DataError, match="--model"),
     ):
         generate([])
+
+
+PROMPT = Prompt(messages=[{"role": "user", "content": "q"}], tools=(), template_kwargs={}, seed=0)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_server_that_knows_no_token_ids_is_asked_without_them(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers serve refuses every field that it doesn't know."""
+    bodies: list[dict[str, Any]] = []
+
+    def strict(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        if "return_token_ids" in bodies[-1]:
+            return httpx.Response(status, json={"detail": "Unexpected fields in the request: {'return_token_ids'}"})
+        message = {"role": "assistant", "content": "own"}
+        return httpx.Response(200, json={"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    config = ServerConfig(server=("http://one/v1",), model="m", concurrency=1)
+    with ServerGenerate(config, SamplingConfig(), transport=httpx.MockTransport(strict)) as generate:
+        first, second = generate([PROMPT, PROMPT])
+    assert isinstance(first, Answer)
+    assert isinstance(second, Answer)
+    assert len(bodies) == 3, "once refused, not asked for again"
+    assert "tokenised again" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_shut_door_is_no_prompt_s_fault(status: int) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text="who are you"))
+    config = ServerConfig(server=("http://one/v1",), model="m")
+    with (
+        ServerGenerate(config, SamplingConfig(), transport=transport) as generate,
+        pytest.raises(DataError, match=rf"status {status} \(who are you\): check --server .* --api-key"),
+    ):
+        generate([PROMPT])
+
+
+class _TransformersServe:
+    """`transformers serve` on a local folder, to be killed and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._folder = folder
+        self.url = f"http://127.0.0.1:{self._port}/v1"
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(self._folder)]
+        options = ["--host", "127.0.0.1", "--port", str(self._port), "--device", "cpu", "--log-level", "error"]
+        with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                self._wait(process)
+                yield process
+            finally:
+                process.kill()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        for _ in range(240):
+            assert process.poll() is None, "the server ended while starting"
+            try:
+                if httpx.get(self.url.replace("/v1", "/health")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError("the server didn't come up within two minutes")
+
+
+def _kill_after(process: subprocess.Popen[bytes], journal: Path, num_lines: int) -> threading.Thread:
+    """Kill the server, requests under way, once the journal holds so many lines."""
+
+    def watch() -> None:
+        for _ in range(60_000):
+            if journal.exists() and journal.read_bytes().count(b"\n") >= num_lines:
+                break
+            time.sleep(0.002)
+        process.kill()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_serve_available(), reason="transformers serve needs fastapi, uvicorn and openai")
+def test_transformers_serve_killed_half_way_leaves_a_complete_output_without_doubles(tmp_path: Path) -> None:
+    num_rows = 60
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "own.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{index}"}, {"role": "assistant", "content": "foreign"}]}
+        for index in range(num_rows)
+    ]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = _TransformersServe(save_tiny("llama", tmp_path / "tiny"))
+    config = RegenerateConfig(sampling=SamplingConfig(max_new_tokens=12), batch_rows=6)
+    asked = ServerConfig(server=(server.url,), model=str(tmp_path / "tiny"), concurrency=3, retries=1)
+    with server.running() as process:
+        watcher = _kill_after(process, tmp_path / "own.jsonl.partial", 1 + num_rows // 2)
+        with ServerGenerate(asked, config.sampling) as generate, pytest.raises(DataError, match="no answer from"):
+            regenerate(chats, out, generate, config)
+        watcher.join()
+    assert not out.exists(), "an output is whole or absent"
+    kept = (tmp_path / "own.jsonl.partial").read_bytes().count(b"\n") - 1
+    assert num_rows // 2 <= kept < num_rows
+    questions: list[str] = []
+    with server.running(), ServerGenerate(asked, config.sampling) as generate:
+
+        def counted(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+            questions.extend(str(prompt.messages[-1]["content"]) for prompt in prompts)
+            return generate(prompts)
+
+        report = regenerate(chats, out, counted, config)
+    assert len(questions) == len(set(questions)) == num_rows - kept, "what was finished isn't asked again"
+    assert (report.rows_in, report.rows_out) == (num_rows, num_rows)
+    regenerated = rows_of(out)
+    assert [row["messages"][0]["content"] for row in regenerated] == [f"q{index}" for index in range(num_rows)]
+    assert not any(row["messages"][-1]["content"] == "foreign" for row in regenerated)

@@ -33,6 +33,34 @@ def answers(source: Path | str) -> list[str]:
 ALL = [f"a{index}" for index in range(60)]
 
 
+def test_one_bare_list_of_messages_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps(ROWS[0]["messages"]) + "\n")
+    assert answers(tmp_path / "one.jsonl") == ALL[:1]
+
+
+def test_bare_lists_are_told_from_an_array_however_long_the_first_is(tmp_path: Path) -> None:
+    first = [{"role": "user", "content": "long " * 100_000}, {"role": "gpt", "content": "a0"}]
+    lines = [json.dumps(first), *(json.dumps(row["messages"]) for row in ROWS[1:])]
+    (tmp_path / "lists.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert answers(tmp_path / "lists.jsonl.gz") == ALL
+
+
+def test_text_behind_an_array_is_accounted_for(tmp_path: Path) -> None:
+    pretty = json.dumps(ROWS, indent=1)
+    (tmp_path / "two.json").write_text(pretty + "\n" + pretty)
+    (tmp_path / "one.json").write_text(pretty + " \n\n")
+    assert answers(tmp_path / "two.json") == [*ALL, "skip: text after the end of the JSON array"]
+    assert answers(tmp_path / "one.json") == ALL
+
+
+def test_a_file_name_that_is_no_utf8_reads_like_any(tmp_path: Path) -> None:
+    file = tmp_path / "a\udcff.jsonl"
+    file.write_bytes(LINES)
+    positions = [raw.position for raw in read_source(Source(str(tmp_path)))]
+    assert positions[0].encode() == b"a\\udcff.jsonl:1"
+    assert content_digest(Source(str(tmp_path)))[1] == 60
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

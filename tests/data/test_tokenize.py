@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.conversations import Conversation, Skip, parse_row
@@ -519,3 +521,41 @@ def test_supervised_text_is_the_assistants_own_or_the_row_is_refused(
         for document in shorter:
             whole = next(d for d in result if d.token_ids[:limit].equal(document.token_ids))
             assert document.loss_mask.equal(whole.loss_mask[:limit])
+
+
+def test_a_cut_rendered_text_learns_no_end_token(tokenizer_for: ForTemplate) -> None:
+    tokenizer = tokenizer_for("chatml")
+    text = "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"
+    runs: list[list[str]] = []
+    for reason in ("stop", "length"):
+        conversation = parse_row({"text": text, "finish_reason": reason})
+        assert isinstance(conversation, Conversation)
+        runs.append(spans(tokenizer, documents(tokenizer, conversation)[0]))
+    assert runs == [["Hello there<|im_end|>"], ["Hello there"]]
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "continue_final_message", "tokenizer_kwargs"])
+def test_no_row_and_no_option_replaces_the_template(tokenizer_for: ForTemplate, name: str) -> None:
+    conversation = chat(*TWO_TURNS, chat_template_kwargs={name: "x"})
+    assert "replace the template" in skipped(tokenizer_for("chatml"), conversation).reason
+    with pytest.raises(ConfigError, match=f"can't set '{name}'"):
+        TokenizeConfig(template_kwargs={name: "x"})
+
+
+def test_bare_text_begins_as_a_server_would_begin_it(tokenizer_for: ForTemplate) -> None:
+    """A Llama-like tokenizer puts its first token before a bare prompt, once, and templates bring their own."""
+    bare = tokenizer_for(None)
+    tokenizer = copy.deepcopy(bare)
+    begin = "<|begin|>"
+    first = tokenizer.convert_tokens_to_ids(begin)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, first)]
+    )
+    for text, completion in (("Hello there", " how are you"), (begin + "Hello there", " how are you")):
+        pair = Conversation(text=text, completion=completion)
+        ids = documents(tokenizer, pair)[0].token_ids.tolist()
+        assert ids == tokenizer("Hello there how are you")["input_ids"]
+        assert ids[:2].count(first) == 1
+        plain = documents(tokenizer, Conversation(text=text), text_rows="all")[0]
+        assert plain.token_ids.tolist()[:2].count(first) == 1
+    assert first not in documents(bare, Conversation(text="Hello", completion=" there how"))[0].token_ids.tolist()

@@ -59,7 +59,7 @@ class Account:
     def _remember(self, skip: Skip, position: str) -> None:
         places = self.examples.setdefault(skip.reason, [])
         if len(places) < MAX_EXAMPLES:
-            places.append(f"{position}: {skip.detail}" if skip.detail else position)
+            places.append(f"{position}: {skip.example}" if skip.detail else position)
 
     def merge(self, other: Account) -> None:
         for name in COUNTS:

@@ -26,6 +26,8 @@ MESSAGE_KEYS = ("messages", "conversations", "conversation")
 REQUEST_KEYS = ("request", "request_body", "body")
 RESPONSE_KEYS = ("response", "response_body")
 CUT_REASONS = ("length", "max_tokens", "content_filter", "abort")
+MAX_DEPTH = 100
+"""Levels of tools, tool calls and template arguments; templates and encoders recurse, and give up at some hundreds."""
 
 Message = Mapping[str, Any]
 
@@ -37,6 +39,11 @@ class Skip:
 
     reason: str
     detail: str = ""
+
+    @property
+    def example(self) -> str:
+        """`detail` as any file and terminal takes it."""
+        return encodable(self.detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +153,10 @@ def _parse_log(fields: dict[str, Any]) -> Conversation:
     messages, answer = request.get("messages"), cast(object, choice.get("message"))
     if not isinstance(messages, list) or not isinstance(answer, dict):
         raise _UnusableError("logged request without messages, or response without a message")
+    answer = {"role": "assistant", **cast(dict[str, Any], answer)}
     for theirs, ours in (("prompt_token_ids", "prompt_token_ids"), ("token_ids", "completion_token_ids")):
         merged[ours] = choice.get(theirs, response.get(theirs))
-    return _parse_chat(merged, [*cast(list[Any], messages), cast(object, answer)])
+    return _parse_chat(merged, [*cast(list[Any], messages), answer])
 
 
 def _body(fields: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -268,9 +276,9 @@ def _tool_call(raw: object) -> dict[str, Any]:
     function = cast(dict[str, Any], given) if isinstance(given, dict) else {}
     if not isinstance(function.get("name"), str):
         raise _UnusableError("a tool call without a function name")
-    arguments = _decoded(function.get("arguments", {}))
-    named = {key: call[key] for key in ("id",) if isinstance(call.get(key), str)}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    arguments = _encodable_value(_decoded(function.get("arguments", {})))
+    named = {key: _clean(call[key]) for key in ("id",) if isinstance(call.get(key), str)}
+    return {**named, "type": "function", "function": {"name": _clean(function["name"]), "arguments": arguments}}
 
 
 def _tools(raw: object) -> tuple[Mapping[str, Any], ...]:
@@ -279,7 +287,7 @@ def _tools(raw: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in cast(list[Any], raw)):
         raise _UnusableError("tools aren't a list of objects")
-    return tuple(_without_nones(tool) for tool in cast(list[dict[str, Any]], raw))
+    return tuple(_without_nones(_encodable_value(tool)) for tool in cast(list[dict[str, Any]], raw))
 
 
 def _without_nones(value: Any) -> Any:
@@ -300,7 +308,7 @@ def _template_kwargs(fields: dict[str, Any]) -> Mapping[str, Any]:
     kwargs = _decoded(fields.get("chat_template_kwargs") or fields.get("template_kwargs") or {})
     if not isinstance(kwargs, dict):
         raise _UnusableError("chat_template_kwargs isn't an object")
-    return cast(Mapping[str, Any], _without_nones(kwargs))
+    return cast(Mapping[str, Any], _without_nones(_encodable_value(kwargs)))
 
 
 def _decoded(value: object) -> object:
@@ -311,6 +319,27 @@ def _decoded(value: object) -> object:
         except (ValueError, RecursionError):
             return value
     return value
+
+
+def _encodable_value(value: Any, depth: int = 0) -> Any:
+    """The value itself; refuses text that no tokenizer can read, anywhere inside, and nesting past `MAX_DEPTH`."""
+    if depth > MAX_DEPTH:
+        raise _UnusableError("nested too deep")
+    if isinstance(value, str):
+        _clean(value)
+    elif isinstance(value, dict):
+        for key, item in cast(dict[str, Any], value).items():
+            _clean(key)
+            _encodable_value(item, depth + 1)
+    elif isinstance(value, list):
+        for item in cast(list[Any], value):
+            _encodable_value(item, depth + 1)
+    return cast(Any, value)
+
+
+def encodable(text: str) -> str:
+    """Text with halves of surrogate pairs written out (`\\ud800`), so that any file and terminal takes it."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _clean(text: str) -> str:

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from draftsmith.data.conversations import Conversation, Skip, parse_row
 from draftsmith.data.duplicates import Duplicates, Signature, signature_of
 from draftsmith.data.sources import RawRow
 from draftsmith.data.tokenize import ConversationTokenizer, TokenizeConfig, Tokenized, TokenRow
+from draftsmith.errors import WorkerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +52,8 @@ class Converted:
     packed: tuple[PackedRow, ...] = ()
     signature: Signature | None = None
     template_arguments: str = "{}"
+    is_repeat: bool = False
+    """Whether a weight above 1 brought the row again: it shares the fate of the row before it."""
 
 
 class RowConverter:
@@ -63,10 +67,10 @@ class RowConverter:
     def convert(self, raw: RawRow) -> Converted:
         conversation = decode_row(raw)
         if isinstance(conversation, Skip):
-            return Converted(position=raw.position, outcome=conversation)
+            return Converted(position=raw.position, outcome=conversation, is_repeat=raw.is_repeat)
         outcome = self._tokenize.tokenize(conversation)
         if isinstance(outcome, Skip):
-            return Converted(position=raw.position, outcome=outcome)
+            return Converted(position=raw.position, outcome=outcome, is_repeat=raw.is_repeat)
         packed = tuple(PackedRow.of(row) for row in outcome.rows)
         return Converted(
             position=raw.position,
@@ -82,6 +86,7 @@ class RowConverter:
             template_arguments=json.dumps(
                 {**conversation.template_kwargs, **self._options.template_kwargs}, sort_keys=True, default=str
             ),
+            is_repeat=raw.is_repeat,
         )
 
     def convert_all(self, rows: list[RawRow]) -> list[Converted]:
@@ -104,7 +109,11 @@ def decode_row(raw: RawRow) -> Conversation | Skip:
 
 
 def convert_rows(rows: Iterable[RawRow], converter: RowConverter, num_workers: int) -> Iterator[Converted]:
-    """Convert in input order; `num_workers` processes, 1 for this one, 0 for as many as there are cores."""
+    """Convert in input order; `num_workers` processes, 1 for this one, 0 for as many as there are cores.
+
+    Raises:
+        WorkerError: a process died (killed for memory, say).
+    """
     num_workers = num_workers or os.cpu_count() or 1
     if num_workers == 1:
         yield from map(converter.convert, rows)
@@ -118,7 +127,14 @@ def convert_rows(rows: Iterable[RawRow], converter: RowConverter, num_workers: i
                 waiting.append(pool.submit(_convert_chunk, chunk))
             if not waiting:
                 return
-            yield from waiting.popleft().result()
+            try:
+                converted = waiting.popleft().result()
+            except BrokenProcessPool as error:
+                raise WorkerError(
+                    "a process that tokenises died, often for want of memory: run the same command again with fewer "
+                    "--workers; finished shards are kept"
+                ) from error
+            yield from converted
 
 
 _worker_converter: list[RowConverter] = []

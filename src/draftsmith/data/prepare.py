@@ -35,7 +35,7 @@ from draftsmith.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
+FORMAT = 2
 """Raised when what a prepared folder holds changes meaning: part of the fingerprint."""
 
 
@@ -80,7 +80,7 @@ def prepare(
     digests = [content_digest(item) for item in sources]
     facts = _facts(sources, [digest for digest, _ in digests], tokenizer, config)
     converter = RowConverter(tokenizer, config.tokenize, config.duplicates)
-    counts = [lines and round(lines * item.weight) for (_, lines), item in zip(digests, sources, strict=True)]
+    counts = [lines and round(lines * max(1.0, item.weight)) for (_, lines), item in zip(digests, sources, strict=True)]
     total = sum(cast(list[int], counts)) if all(count is not None for count in counts) else None
     shown = _Shown(console, total)
     if out is None:
@@ -101,7 +101,8 @@ def prepare(
     seconds = time.perf_counter() - started
     _refuse_nothing(account, sources, partial)
     facts |= {"account": account.as_json(), "rows_per_second": round(account.rows_in / max(seconds, 1e-9), 1)}
-    (partial / ACCOUNT_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8")
+    saved = json.dumps(facts, indent=2, ensure_ascii=False)
+    (partial / ACCOUNT_FILE).write_text(saved, encoding="utf-8", errors="backslashreplace")
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)

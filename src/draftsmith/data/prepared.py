@@ -103,15 +103,18 @@ def load_prepared(path: str | Path) -> PreparedData:
     saved = folder / ACCOUNT_FILE
     if not saved.is_file():
         raise DataError(f"{folder} is no prepared data set (no {ACCOUNT_FILE}): write one with draftsmith prepare")
-    facts = cast(dict[str, Any], json.loads(saved.read_text(encoding="utf-8")))
     batches: list[RecordBatch] = []
     try:
+        facts = cast(dict[str, Any], json.loads(saved.read_text(encoding="utf-8")))
+        account = Account.from_json(facts["account"])
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         for entry in state["_data_files"]:
             batches.extend(read_batches(folder / entry["filename"]))
-    except (OSError, ArrowError) as error:
-        raise DataError(f"{folder} is damaged ({error}): prepare the data again with --overwrite") from error
-    return PreparedData(batches, Account.from_json(facts["account"]), facts)
+    except (OSError, ArrowError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder} is damaged ({type(error).__name__}: {error}): prepare the data again with --overwrite"
+        ) from error
+    return PreparedData(batches, account, facts)
 
 
 def read_batches(file: Path) -> list[RecordBatch]:

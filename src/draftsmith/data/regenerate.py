@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from draftsmith.data.conversations import CUT_REASONS, Conversation, Message, Skip
+from draftsmith.data.conversations import CUT_REASONS, Conversation, Message, Skip, encodable
 from draftsmith.data.convert import decode_row
 from draftsmith.data.sources import content_digest, parse_sources, read_mixture
 from draftsmith.errors import ConfigError, DataError
@@ -157,7 +157,7 @@ def _regenerate_batch(
         still_open: list[_OpenRow] = []
         for row, answer in zip(open_rows, answers, strict=True):
             if isinstance(answer, Skip):
-                yield row.index, {"skipped": answer.reason, "detail": answer.detail}
+                yield row.index, {"skipped": answer.reason, "detail": answer.detail, "asked": True}
             elif row.take(answer):
                 still_open.append(row)
             else:
@@ -195,11 +195,11 @@ class _OpenRow:
 
     def take(self, answer: Answer) -> bool:
         """Add the answer and the messages up to the next turn; whether there is one. A cut answer ends the
-        conversation."""
+        conversation, and so does a tool call, which has no result here."""
         place, *later = self._turns
         self._messages.append(answer.message)
         self._turns = later
-        if not later or answer.finish_reason in CUT_REASONS:
+        if not later or answer.finish_reason in CUT_REASONS or "tool_calls" in answer.message:
             return False
         self._messages.extend(self._conversation.messages[place + 1 : later[0]])
         return True
@@ -227,7 +227,8 @@ class _OpenRow:
 class _Journal:
     """`OUT.partial`: a first line with the settings, then one line a finished row, in the order they finished.
 
-    A half-written last line, as a kill leaves it, is cut off and its row asked for again.
+    A half-written last line, as a kill leaves it, is cut off and its row asked for again; so are rows that a server
+    refused, since the next run may ask it better (another model's name, a longer context).
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -261,18 +262,22 @@ class _Journal:
                 )
             whole = file.tell()
             while (line := file.readline()).endswith(b"\n"):
-                self._offsets[int(json.loads(line)["index"])] = whole
+                entry = cast(dict[str, Any], json.loads(line))
+                if not entry.get("asked"):
+                    self._offsets[int(entry["index"])] = whole
                 whole = file.tell()
         os.truncate(self._path, whole)
 
     def append(self, index: int, line: Mapping[str, Any]) -> None:
         self._offsets[index] = self._file.tell()
-        self._file.write(json.dumps({"index": index, **line}, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps({"index": index, **line}, ensure_ascii=False)
+        self._file.write(text.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
 
     def finish(self, target: Path) -> RegenerateReport:
         """Rows in input order into `target`, settings and counts beside it; the journal goes."""
         skipped: Counter[str] = Counter()
+        examples: dict[str, str] = {}
         num_out = num_cut = 0
         fresh = target.with_name(target.name + ".new")
         with self._path.open("rb") as journal, fresh.open("wb") as output:
@@ -282,16 +287,17 @@ class _Journal:
                 entry = cast(dict[str, Any], json.loads(journal.readline()))
                 if "row" not in entry:
                     skipped[entry["skipped"]] += 1
+                    examples.setdefault(entry["skipped"], encodable(entry.get("detail", "")))
                     continue
                 num_out += 1
                 num_cut += entry["row"]["finish_reason"] in CUT_REASONS
-                output.write(json.dumps(entry["row"], ensure_ascii=False).encode() + b"\n")
+                output.write(json.dumps(entry["row"], ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
         report = RegenerateReport(
             rows_in=len(self._offsets), rows_out=num_out, skipped=dict(skipped.most_common()), num_cut=num_cut
         )
         if not num_out:
             fresh.unlink()
-            reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.most_common(3))
+            reasons = "; ".join(f"{reason} ({count}) {examples[reason]}" for reason, count in skipped.most_common(3))
             raise DataError(f"no row could be regenerated: {reasons or 'the source is empty'} (see {self._path})")
         account = target.with_name(target.name + ".account.json")
         account.write_text(json.dumps({**asdict(report), "settings": settings}, indent=2), encoding="utf-8")

@@ -3,6 +3,7 @@ result."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,14 @@ from draftsmith.data.conversations import Skip
 from draftsmith.data.regenerate import Answer, Prompt, SamplingConfig
 from draftsmith.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 BUSY = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 """Statuses worth another try; any other from 400 on refuses this prompt alone."""
+SHUT = frozenset((401, 403, 404, 405))
+"""Statuses that no prompt is to blame for: the key, the model's name or the URL is wrong."""
+IDS_FIELD = "return_token_ids"
+"""Asks for token ids; known to vLLM, unknown to others, some of which refuse what they don't know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,7 @@ class ServerGenerate:
         self._next = 0
         self._lock = threading.Lock()
         self._model = config.model
+        self._asks_for_ids = True
 
     def __enter__(self) -> ServerGenerate:
         return self
@@ -86,7 +94,8 @@ class ServerGenerate:
         """Answers in the order of the prompts.
 
         Raises:
-            DataError: no server answered within all retries; what was finished before stays in the journal.
+            DataError: no server answered within all retries, or one knows no such key, model or URL; what was finished
+                before stays in the journal.
         """
         if self._model is None:
             self._model = self._first_model()
@@ -96,7 +105,9 @@ class ServerGenerate:
         reply = self._send("GET", "/models", None)
         models = cast(list[dict[str, Any]], reply.json().get("data") or []) if reply.status_code < 400 else []
         if not models:
-            raise DataError(f"{self._config.server[0]} lists no model (status {reply.status_code}): name it with --model")
+            raise DataError(
+                f"{self._config.server[0]} lists no model (status {reply.status_code}): name it with --model"
+            )
         return str(models[0]["id"])
 
     def _ask(self, prompt: Prompt) -> Answer | Skip:
@@ -107,13 +118,21 @@ class ServerGenerate:
             "top_p": self._sampling.top_p,
             "max_tokens": self._sampling.max_new_tokens,
             "seed": prompt.seed,
-            "return_token_ids": True,
         }
         if prompt.tools:
             body["tools"] = [dict(tool) for tool in prompt.tools]
         if prompt.template_kwargs:
             body["chat_template_kwargs"] = dict(prompt.template_kwargs)
-        reply = self._send("POST", "/chat/completions", body)
+        reply = self._send("POST", "/chat/completions", body | ({IDS_FIELD: True} if self._asks_for_ids else {}))
+        if reply.status_code in (400, 422) and IDS_FIELD in reply.text:
+            logger.warning("the server returns no token ids: answers will be tokenised again when the data is prepared")
+            self._asks_for_ids = False
+            reply = self._send("POST", "/chat/completions", body)
+        if reply.status_code in SHUT:
+            raise DataError(
+                f"{reply.url} answers with status {reply.status_code} ({reply.text[:120]}): check --server (it ends in "
+                "/v1), --model and --api-key, then run the same command again; finished rows are kept"
+            )
         if reply.status_code >= 400:
             return Skip("the server refused the prompt", f"status {reply.status_code}: {reply.text[:120]}")
         return parse_answer(reply)
@@ -130,8 +149,8 @@ class ServerGenerate:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__} from {url}"
                 continue
-            if reply.status_code not in BUSY:
-                return reply
+            if reply.status_code not in BUSY or (method == "GET" and reply.status_code == 500):
+                return reply  # transformers' own server fails in listing models when its hub cache is empty
             problem = f"status {reply.status_code} from {url}"
         raise DataError(
             f"no answer from {', '.join(self._config.server)} after {self._config.retries + 1} tries ({problem}): "

@@ -31,11 +31,15 @@ class Collected:
         self.sources: list[str] = []
         self.signatures: list[Signature] = []
         self.seen = SeenRows()
+        self._duplicate: Skip | None = None
+        """Of the last row that isn't a repeat: its repeats go with it."""
 
     def add(self, converted: Converted) -> None:
         account, outcome = self.account, converted.outcome
-        if not isinstance(outcome, Skip) and converted.signature is not None:
-            outcome = self.seen.check(converted.signature) or outcome
+        if not converted.is_repeat:
+            signature = None if isinstance(outcome, Skip) else converted.signature
+            self._duplicate = None if signature is None else self.seen.check(signature)
+        outcome = self._duplicate or outcome
         if isinstance(outcome, Skip):
             account.skip(outcome, converted.position)
             return
@@ -84,6 +88,9 @@ class ShardWriter:
         return self._folder / f"data-{self._index:05d}{suffix}"
 
     def add(self, converted: Converted) -> None:
+        """Take the next row. A shard that is full closes in front of the next row that is no repeat."""
+        if self._current and self._current.account.rows_in >= self._shard_rows and not converted.is_repeat:
+            self._close(self._current)
         if self._current is None:
             self._current = Collected()
             self._current.seen = self._seen
@@ -92,8 +99,6 @@ class ShardWriter:
         self._current.add(converted)
         if self._current.account.tokens // BATCH_TOKENS > before:
             self._flush(self._current)
-        if self._current.account.rows_in == self._shard_rows:
-            self._close(self._current)
 
     def _flush(self, current: Collected) -> None:
         self._stream.write_batch(record_batch(current.rows, current.sources))

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any, cast
 import zstandard
 
 from draftsmith.data.arrow import ArrowError, parquet
-from draftsmith.data.conversations import Skip
+from draftsmith.data.conversations import Skip, encodable
 from draftsmith.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
@@ -30,6 +31,8 @@ BUFFER = 1 << 20
 MAX_ELEMENT = 1 << 26
 """Characters of one array element past which it is taken for broken, so that memory stays bounded."""
 READ_ERRORS = (OSError, EOFError, zlib.error, zstandard.ZstdError, UnicodeDecodeError, ArrowError)
+MESSAGES_HEAD = re.compile(rb'\[[ \t]*\{[ \t]*"(role|from|content|value)"[ \t]*:')
+"""How a line begins that is a bare list of messages: one conversation, where an array's elements would be rows."""
 SAVED_MARKS = ("state.json", "dataset_dict.json")
 
 
@@ -146,7 +149,7 @@ def content_digest(source: Source) -> tuple[str, int | None]:
     files = data_files(source) if not is_saved_dataset(source.path) else _all_files(source.path)
     lines = 0
     for file in files:
-        digest.update(str(file.name).encode() + b"\0")
+        digest.update(os.fsencode(file.name) + b"\0")
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
@@ -160,19 +163,19 @@ def _all_files(path: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> Iterator[RawRow]:
-    number = 0
+    number, name = 0, encodable(file.name)
     try:
         with io.BufferedReader(file.open("rb", buffering=0), BUFFER) as raw:
             magic = raw.peek(4)[:4]
             if magic == PARQUET_MAGIC:
                 rows = _read_parquet(file)
             else:
-                rows = _read_text(_decompressed(raw, magic), file.name)
+                rows = _read_text(_decompressed(raw, magic), name)
             for row in rows:
                 number += 1
                 yield row
     except READ_ERRORS as damage:
-        yield RawRow(f"{file.name} after row {number}", Skip("the rest of the file can't be read", str(damage)[:120]))
+        yield RawRow(f"{name} after row {number}", Skip("the rest of the file can't be read", str(damage)[:120]))
 
 
 def _decompressed(raw: io.BufferedReader[Any], magic: bytes) -> io.BufferedReader[Any]:
@@ -220,7 +223,7 @@ def _read_text(stream: io.BufferedReader[Any], name: str) -> Iterator[RawRow]:
     head = stream.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
         after = head[1:].lstrip()
-        if after.startswith((b"{", b"[", b"]")) and not _is_line_of_messages(stream.peek(BUFFER)):
+        if after.startswith((b"{", b"[", b"]")) and not _begins_with_messages(head, stream.peek(BUFFER)):
             yield from _read_array(stream, name)
             return
     for number, line in enumerate(stream, start=1):
@@ -229,9 +232,12 @@ def _read_text(stream: io.BufferedReader[Any], name: str) -> Iterator[RawRow]:
             yield RawRow(f"{name}:{number}", line)
 
 
-def _is_line_of_messages(head: bytes) -> bool:
-    """Whether the first line is a complete JSON list with more lines after it: rows that are bare message lists."""
-    line, newline, rest = head.partition(b"\n")
+def _begins_with_messages(head: bytes, block: bytes) -> bool:
+    """Whether rows are bare message lists, one a line: by how the first begins, or since it is a complete JSON list
+    with another after it."""
+    if MESSAGES_HEAD.match(head):
+        return True
+    line, newline, rest = block.partition(b"\n")
     if not newline or not rest.strip().startswith(b"["):
         return False
     try:
@@ -254,6 +260,8 @@ def _read_array(stream: io.BufferedReader[Any], name: str) -> Iterator[RawRow]:
     while True:
         buffer = buffer.lstrip(" \t\r\n,")
         if buffer.startswith("]"):
+            if buffer[1:].strip() or read(1 << 16).strip():
+                yield RawRow(f"{name} after [{number - 1}]", Skip("text after the end of the JSON array"))
             return
         try:
             value, end = decoder.raw_decode(buffer)
@@ -273,7 +281,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
     number = 0
     for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
         for row in cast(list[dict[str, Any]], batch.to_pylist()):
-            yield RawRow(f"{file.name}[{number}]", row)
+            yield RawRow(f"{encodable(file.name)}[{number}]", row)
             number += 1
 
 

@@ -16,10 +16,21 @@ from draftsmith.errors import TargetError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError)
+RENDER_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError),
+    RecursionError,
+)
 """What a template may raise on a conversation that it doesn't take."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Template arguments that, set to False, may make the generation prompt supply an empty thinking block."""
+RESERVED_ARGUMENTS = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Template arguments that would change what is rendered or returned, not how: no row and no option may set them."""
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -49,6 +60,8 @@ class ChatTemplate:
         eos = tokenizer.eos_token_id
         self._given_ends = frozenset(end_token_ids) | (frozenset((eos,)) if isinstance(eos, int) else frozenset[int]())
         self._endings: dict[str, Ending] = {}
+        opening = cast(list[int], tokenizer("")["input_ids"])
+        self._opening = opening[:1] if opening[:1] == [tokenizer.bos_token_id] else []
 
     def require(self) -> None:
         """Refuse a tokenizer without a template.
@@ -88,6 +101,12 @@ class ChatTemplate:
             return []
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         return cast(list[list[int]], encoded["input_ids"])
+
+    def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts that no template rendered here: with the beginning-of-text token where the tokenizer puts one, as a
+        server does with a bare prompt, and the text doesn't bring it."""
+        encoded = self.encode(texts)
+        return [ids if ids[:1] == self._opening else [*self._opening, *ids] for ids in encoded]
 
     def tagged_spans(
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from draftsmith.data.conversations import Conversation, Skip
-from draftsmith.data.template import ChatTemplate
+from draftsmith.data.template import RESERVED_ARGUMENTS, ChatTemplate
 from draftsmith.data.turns import Turn, locate_turns
 from draftsmith.errors import ConfigError
 from draftsmith.records import Document
@@ -52,9 +52,8 @@ class TokenizeConfig:
     def __post_init__(self) -> None:
         if self.max_length < MIN_SUPERVISED_RUN:
             raise ConfigError(f"--max-length {self.max_length} can't hold a label: give at least {MIN_SUPERVISED_RUN}")
-        for name in ("tools", "messages", "add_generation_prompt", "tokenize"):
-            if name in self.template_kwargs:
-                raise ConfigError(f"--template-kwargs can't set {name!r}: it comes from each conversation")
+        for name in RESERVED_ARGUMENTS.intersection(self.template_kwargs):
+            raise ConfigError(f"--template-kwargs can't set {name!r}: it comes from the target or each conversation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +122,8 @@ class ConversationTokenizer:
 
     def _chat(self, conversation: Conversation) -> Tokenized | Skip:
         for name, value in conversation.template_kwargs.items():
+            if name in RESERVED_ARGUMENTS:
+                return Skip("the row's template arguments would replace the template or its input", name)
             if self.options.template_kwargs.get(name, value) != value:
                 return Skip("the row was made with other template arguments", f"{name}={value!r}")
         kwargs = {**conversation.template_kwargs, **self.options.template_kwargs}
@@ -153,16 +154,19 @@ class ConversationTokenizer:
                         template_kwargs=conversation.template_kwargs,
                     )
                 )
-            before, ids = template.encode([text, text + completion])
+            before, ids = template.encode_raw([text, text + completion])
             if ids[: len(before)] != before:
                 return Skip("the completion's first characters merge with the prompt's last token")
             return self._finish([TokenRow(ids, [place >= len(before) for place in range(len(ids))])], ())
-        ids = template.encode([text])[0]
+        ids = template.encode_raw([text])[0]
         if self.options.text_rows == "all":
             return self._finish([TokenRow(ids, [True] * len(ids))], ())
         spans = template.assistant_spans(ids, self.options.template_kwargs)
         if isinstance(spans, Skip):
             return spans
+        start, end = spans[-1]
+        if conversation.was_cut and end > start and ids[end - 1] in template.end_ids(self.options.template_kwargs):
+            spans[-1] = start, end - 1
         kept = spans[-1:] if self.options.last_turn_only else spans
         return self._finish([TokenRow(ids, _mask(len(ids), kept))], ())
 
