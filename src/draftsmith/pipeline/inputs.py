@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from draftsmith.target.model import Target
 ACCOUNT = "account.json"
 MARKS = ("config.json", "metrics.jsonl", "checkpoints")
 """Any of these makes a folder a run."""
+LEFT_OVER = frozenset(("data", "data.partial", ".writing-config.json"))
+"""What a run killed before it was a run leaves: conversations prepared, whole or in part, which are used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +55,20 @@ def claim_folder(out: Path, *, resume: bool) -> Path:
         raise CheckpointError(f"{out} already holds a run: give another --out, or continue it with --resume {out}")
     if resume and not holds_run:
         raise CheckpointError(f"{out} holds no run to resume: check the path, or start one with --out {out}")
-    if not resume and out.exists() and any(out.iterdir()):
+    if not resume and out.exists() and any(path.name not in LEFT_OVER for path in out.iterdir()):
         raise CheckpointError(f"{out} is not empty: give --out a new folder (nothing in it was touched)")
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that a kill leaves as it was or as it will be, never in between."""
+    scratch = path.with_name(f".writing-{path.name}")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 def load_data(

@@ -26,7 +26,7 @@ from draftsmith.pipeline.stage import Stage
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
 from draftsmith.pipeline.team import run_workers
 from draftsmith.target.model import load_target
-from draftsmith.train.checkpoint import Checkpoint, discard_after, load_checkpoint, restore
+from draftsmith.train.checkpoint import Checkpoint, checkpoint_folders, discard_after, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
 from draftsmith.train.metrics import MetricsWriter, Sink, open_wandb
 from draftsmith.train.resume import compare_resume
@@ -99,7 +99,7 @@ def train_stage(stage: Stage, measure: Measure | None, crew: Crew) -> tuple[Team
         DraftsmithError: the first failure, after the last whole step was saved where that could be.
     """
     config, console, total = stage.config, stage.console, stage.batching.total_steps
-    checkpoint = load_checkpoint(stage.run) if config.resume else None
+    checkpoint = _newest(stage) if config.resume else None
     if checkpoint is not None:
         for name in discard_after(stage.run, checkpoint.position.step):
             console.print(f"[yellow]left out {name}: newer than the checkpoint that can be read[/yellow]")
@@ -133,6 +133,14 @@ def train_stage(stage: Stage, measure: Measure | None, crew: Crew) -> tuple[Team
             if stage.stop.failed:
                 chief.rescue()
     return team, chief
+
+
+def _newest(stage: Stage) -> Checkpoint | None:
+    """The newest checkpoint that can be read; None where a run was killed before it wrote its first."""
+    if not checkpoint_folders(stage.run / "checkpoints"):
+        stage.console.print("[yellow]no checkpoint was written yet: starting from step 0[/yellow]")
+        return None
+    return load_checkpoint(stage.run)
 
 
 def _nothing() -> None:
