@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.convert import RowConverter
-from draftsmith.data.prepare import PrepareConfig, prepare, tokenizer_digest
+from draftsmith.data.prepare import PrepareConfig, expected_rows, prepare, tokenizer_digest
 from draftsmith.data.prepared import load_prepared
 from draftsmith.data.shards import ShardWriter
 from draftsmith.data.sources import Source, read_mixture
@@ -297,14 +297,14 @@ def test_a_weight_repeats_no_duplicate(tokenizer_for: ForTemplate, tmp_path: Pat
     assert ready.account.skipped == {"duplicate of an earlier row": 2}
 
 
-def test_the_progress_bar_ends_at_all_rows_of_a_thinned_source(
-    tokenizer_for: ForTemplate, chats: Path, tmp_path: Path
-) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=200)
-    prepare(f"{chats}:0.5", tokenizer_for("chatml"), tmp_path / "out", PrepareConfig(), console)
-    assert "40 rows" in screen.getvalue()
-    assert "0:00:00" in screen.getvalue().split("40 rows")[-1], "no time remains, and none is unknown"
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 2.0), (0.1, 2.5)])
+def test_the_expected_rows_are_those_that_come(chats: Path, weights: tuple[float, ...]) -> None:
+    sources = [Source(str(chats), weight) for weight in weights]
+    expected = expected_rows(sources, [40, 40])
+    assert expected is not None
+    num_rows = sum(1 for _ in read_mixture(sources, 0))
+    assert num_rows == pytest.approx(expected, abs=12 if 2.5 in weights else 0)
+    assert expected_rows(sources, [40, None]) is None
 
 
 @pytest.mark.long

@@ -149,8 +149,9 @@ def test_replies_that_are_no_completion_are_skipped() -> None:
 @pytest.mark.parametrize("status", [404, 500])
 def test_a_server_without_models_asks_for_a_name(status: int) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(status))
+    config = ServerConfig(server=("http://one/v1",))
     with (
-        ServerGenerate(ServerConfig(server=("http://one/v1",)), SamplingConfig(), transport=transport) as generate,
+        ServerGenerate(config, SamplingConfig(), transport=transport, sleep=lambda seconds: None) as generate,
         pytest.raises(DataError, match="--model"),
     ):
         generate([])

@@ -559,3 +559,38 @@ def test_bare_text_begins_as_a_server_would_begin_it(tokenizer_for: ForTemplate)
         plain = documents(tokenizer, Conversation(text=text), text_rows="all")[0]
         assert plain.token_ids.tolist()[:2].count(first) == 1
     assert first not in documents(bare, Conversation(text="Hello", completion=" there how"))[0].token_ids.tolist()
+
+
+LONG = "word and \u4e2d\u6587 " * 4_000
+ODD_CHATS = {
+    "two system messages": (("system", "first"), ("system", "second"), ("user", "u"), ("assistant", "Fine then.")),
+    "empty question": (("user", ""), ("assistant", "Fine then.")),
+    "empty answer before another": (("user", "u"), ("assistant", ""), ("user", "v"), ("assistant", "Fine then.")),
+    "very long turns": (("user", LONG), ("assistant", LONG.strip()), ("user", "v"), ("assistant", "Fine then.")),
+    "combining and joined characters": (("user", "e\u0301\u0323"), ("assistant", "n\u0303 👨‍👩‍👧‍👦 🏳️‍🌈 ﷽")),
+    "A13 Chinese": (("user", "你好吗?"), ("assistant", "我很好。"), ("user", "谢谢"), ("assistant", "不客气。")),
+}
+
+
+@pytest.mark.parametrize("case", ODD_CHATS)
+def test_odd_conversations_are_exact_or_refused(tokenizer_for: ForTemplate, template_name: str, case: str) -> None:
+    tokenizer, turns = tokenizer_for(template_name), ODD_CHATS[case]
+    conversation = chat(*turns)
+    result = tokenize_conversation(tokenizer, conversation, TokenizeConfig(max_length=200_000))
+    if isinstance(result, Skip):
+        assert "template" in result.reason
+        assert case == "two system messages"
+        return
+    lead, end = LEAD.get(template_name, ""), END[template_name]
+    own = [f"{lead}{text}{end}" for role, text in turns if role == "assistant" and text]
+    found = [text for row in result for text in spans(tokenizer, row)]
+    assert [text for text in found if text not in (end, lead + end)] == own
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert result[-1].token_ids.tolist() == template_ids(tokenizer, messages)
+
+
+def test_A15_a_row_with_an_image_is_refused_not_cut() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": LONG}]
+    row = parse_row({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a b"}]})
+    assert isinstance(row, Skip)
+    assert "images and audio can't be drafted for" in row.reason

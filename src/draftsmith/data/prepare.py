@@ -80,8 +80,7 @@ def prepare(
     digests = [content_digest(item) for item in sources]
     facts = _facts(sources, [digest for digest, _ in digests], tokenizer, config)
     converter = RowConverter(tokenizer, config.tokenize, config.duplicates)
-    counts = [lines and round(lines * max(1.0, item.weight)) for (_, lines), item in zip(digests, sources, strict=True)]
-    total = sum(cast(list[int], counts)) if all(count is not None for count in counts) else None
+    total = expected_rows(sources, [lines for _, lines in digests])
     shown = _Shown(console, total)
     if out is None:
         return _prepare_in_memory(sources, converter, config, facts, shown)
@@ -122,6 +121,13 @@ def _prepare_in_memory(
     shown.account(collected.account, "rows")
     facts |= {"account": collected.account.as_json()}
     return PreparedData([record_batch(collected.rows, collected.sources)], collected.account, facts)
+
+
+def expected_rows(sources: Sequence[Source], num_lines: Sequence[int | None]) -> int | None:
+    """Rows that a mixture brings, those included that its weights leave out; None where a source can't tell."""
+    if any(lines is None for lines in num_lines):
+        return None
+    return sum(round((lines or 0) * max(1.0, item.weight)) for item, lines in zip(sources, num_lines, strict=True))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
