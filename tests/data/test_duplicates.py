@@ -43,3 +43,22 @@ def test_every_form_of_a_row_has_a_signature() -> None:
     signatures = [signature_of(form, "drop-exact") for form in forms]
     assert len({signature.exact for signature in signatures if signature}) == 5
     assert signature_of(forms[0], "keep") is None
+
+
+def test_scripts_without_spaces_have_near_duplicates_too() -> None:
+    text = "今天天气很好我们一起去公园散步然后去喝咖啡再去看一部很有意思的电影最后回家做饭吃饭聊天" * 3
+    other = "请解释一下为什么天空是蓝色的以及日落的时候为什么会变成红色这和光的散射有什么关系呢谢谢你" * 3
+    assert reason(text, text.replace("咖啡", "绿茶", 1)) == "near duplicate of an earlier row"
+    assert reason(text, other) is None
+
+
+def test_what_every_chat_shares_makes_none_near() -> None:
+    """Roles, keys and a long system prompt are no words: short answers to one short question differ."""
+    seen = SeenRows()
+    for answer in ("red", "blue", "the colour of the sky"):
+        said = (("system", " ".join(WORDS)), ("user", "A colour?"), ("assistant", answer))
+        messages = tuple({"role": role, "content": text} for role, text in said)
+        item = signature_of(Conversation(messages=messages), "drop-near")
+        assert item is not None
+        assert item.near == ()
+        assert seen.check(item) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,8 @@ NUM_BANDS, BAND_ROWS = 6, 8
 _GENERATOR = np.random.Generator(np.random.PCG64(0))
 MULTIPLIERS = _GENERATOR.integers(0, 2**63, NUM_BANDS * BAND_ROWS, dtype=np.uint64) * 2 + 1
 ADDENDS = _GENERATOR.integers(0, 2**63, NUM_BANDS * BAND_ROWS, dtype=np.uint64)
+WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
+"""A word; in scripts that put no spaces between words (Chinese, Japanese, Thai, Lao), a character."""
 MIN_WORDS = 12
 """Shorter texts have too few word triples for a near match to mean anything: only exact ones count."""
 
@@ -34,17 +37,20 @@ def signature_of(conversation: Conversation, mode: Duplicates) -> Signature | No
     if mode == "keep":
         return None
     if conversation.token_ids is not None:
-        text = repr(conversation.token_ids)
+        text = words = " ".join(map(str, conversation.token_ids))
     elif conversation.text is not None:
-        text = conversation.text + "\0" + (conversation.completion or "")
+        text = words = conversation.text + "\0" + (conversation.completion or "")
     else:
         text = json.dumps([conversation.messages, conversation.tools], sort_keys=True, default=str)
+        # A long system prompt that rows share makes none of them alike.
+        said = (message for message in conversation.messages if message["role"] not in ("system", "developer"))
+        words = "\n".join(str(message["content"]) for message in said)
     exact = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return Signature(exact, _band_keys(text) if mode == "drop-near" else ())
+    return Signature(exact, _band_keys(words) if mode == "drop-near" else ())
 
 
 def _band_keys(text: str) -> tuple[int, ...]:
-    words = text.lower().split()
+    words = WORD.findall(text.lower())
     if len(words) < MIN_WORDS:
         return ()
     triples = {" ".join(words[place : place + 3]) for place in range(len(words) - 2)}
