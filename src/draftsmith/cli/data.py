@@ -35,7 +35,7 @@ PREPARE = """Turn conversations into token ids and loss masks: exactly what the 
 what the assistant itself would emit supervised. Every row is accounted for. Then some rows are scored with the target,
 to tell whether their answers are its own.
 
-CHATS are files or folders (JSONL, JSON, Parquet, gz, zst) or hub ids, each with an optional weight: chats.jsonl=0.5."""
+CHATS are files or folders (JSONL, JSON, Parquet, gz, zst) or hub ids, each with an optional weight: chats.jsonl:0.5."""
 INSPECT = """Look at data: rows with supervised tokens coloured, lengths, the bucket plan and what padding it costs.
 
 DATA is a folder from draftsmith prepare, or conversations (a few thousand, prepared in memory)."""
