@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 from multiprocessing.context import ForkServerContext
@@ -116,6 +117,23 @@ def kill_and_resume(tmp_path: Path, kills: int) -> set[str]:
 def test_kill_9_of_the_command_at_random_moments_resumes_bit_for_bit(tmp_path: Path) -> None:
     stages = kill_and_resume(tmp_path, 5)
     assert len(stages) > 1, f"kills landed in {stages} only: they prove little"
+
+
+def test_a_run_killed_before_its_first_checkpoint_or_before_it_was_a_run_goes_on(tmp_path: Path) -> None:
+    """What such kills leave, put there by hand: random moments seldom land in these stages."""
+    write_inputs(tmp_path)
+    shell = Shell(tmp_path)
+    assert shell.run(tmp_path / "reference") == 0
+    early, earliest = tmp_path / "early", tmp_path / "earliest"
+    early.mkdir()
+    shutil.copy(tmp_path / "reference" / "config.json", early)
+    (early / "checkpoints" / ".writing-step-00000001").mkdir(parents=True)
+    (early / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 9.9}\n{"kind": "tr')
+    (earliest / "data.partial").mkdir(parents=True)
+    (earliest / ".writing-config.json").write_text('{"config": {"ou')
+    for run in (early, earliest):
+        assert shell.run(run) == 0
+        assert_same_run(run, tmp_path / "reference")
 
 
 @pytest.mark.long
