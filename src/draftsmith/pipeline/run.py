@@ -26,7 +26,7 @@ from draftsmith.evaluate.statistics import compare
 from draftsmith.pipeline.alarm import sound_alarm
 from draftsmith.pipeline.chief import Measure, Measured, idle_report, masters_on_cpu
 from draftsmith.pipeline.documents import prompt_of
-from draftsmith.pipeline.inputs import claim_folder, start_drafter
+from draftsmith.pipeline.inputs import claim_folder, start_drafter, write_whole
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
 from draftsmith.pipeline.session import LocalCrew, capture_epoch, train_stage
 from draftsmith.pipeline.show import ProgressView, print_choices
@@ -165,7 +165,7 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
     """Measure, train, measure, export."""
     config, run = stage.config, stage.run
     record = {"config": asdict(config), "resolved": dict(stage.record.config)}
-    (run / CONFIG).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_whole(run / CONFIG, json.dumps(record, indent=1))
     before = yardstick.measure(stage.start.drafter, "before") if config.measure.measure_start else None
     team, chief = train_stage(stage, yardstick.during(), crew)
     weights = masters_on_cpu(team.drafters[0])
@@ -174,7 +174,7 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
     folder = _export(stage, weights, after)
     results = {"before": before, "after": after}
     body = {name: result.to_dict() for name, result in results.items() if result is not None}
-    (run / EVALUATION).write_text(json.dumps(body), encoding="utf-8")
+    write_whole(run / EVALUATION, json.dumps(body))
     for line in idle_report(team):
         stage.console.print(f"[yellow]{line}[/yellow]")
     return RunResult(
