@@ -16,12 +16,12 @@ from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
 from draftsmith.records import Document
 from draftsmith.target.capture import get_hidden_states_packed
-from draftsmith.target.model import Target
+from draftsmith.target.model import Target, TargetConfig, load_target
 from draftsmith.train.build import StateSpec, build_state
 from draftsmith.train.optim import OptimConfig
 from draftsmith.train.step import StepConfig, accumulate, update
 from tests.evaluate.overfit import PROMPTS, drafter_config
-from tests.families import FAMILIES, tiny_target
+from tests.families import FAMILIES, save_tiny, tiny_model, tiny_target
 
 STEPS, ANSWER = 20, 24
 
@@ -56,9 +56,18 @@ def trained(target: Target) -> tuple[Drafter, list[float]]:
     return drafter, losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def adapted(folder: Path) -> Target:
+    """The tiny Qwen3 with a LoRA adapter merged, as a person names it."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=4, init_lora_weights=False)
+    peft.get_peft_model(tiny_model("qwen3"), lora).save_pretrained(folder / "adapter")
+    base = save_tiny("qwen3", folder / "base")
+    return load_target(TargetConfig(target=str(base), adapter=str(folder / "adapter")), "cpu")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "lora"])
 def test_20_steps_export_reload_and_decode_identically_to_greedy(family: str, tmp_path: Path) -> None:
-    target = tiny_target(family)
+    target = adapted(tmp_path) if family == "lora" else tiny_target(family)
     drafter, losses = trained(target)
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5]), losses
     info = ExportInfo.of(target.facts, target.ends())
