@@ -46,6 +46,12 @@ from draftsmith.target.compute import uncompiled
 CONFIG, DRAFTER, EVALUATION = "config.json", "drafter", "evaluation.json"
 
 
+SMALL_RUN = (
+    "This is a small run: a CPU sees too few labels in minutes to train a good drafter. It shows the whole way, from "
+    "conversations to a drafter that serves; the same command on a GPU trains a real one."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """How a run ended."""
@@ -249,6 +255,8 @@ def prepare_stage(config: RunConfig, run: Path, inputs: Inputs, console: Console
     start = Start(config=drafter_config, drafter=drafter)
     stage = resolve_stage(config, run, console, inputs, start, choices)
     print_choices(console, choices)
+    if not stage.placement.on_gpu:
+        console.print(f"[yellow]{SMALL_RUN}[/yellow]", highlight=False)
     return stage
 
 
