@@ -21,7 +21,7 @@ MAX_PARAMETERS = 7
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
-    frozenset({"cli"}),
+    frozenset({"cli", "api"}),
     frozenset({"config"}),
     frozenset({"pipeline.run"}),
     frozenset({"evaluate", "report", "plan", "pipeline"}),

@@ -195,7 +195,7 @@ def random_run(seed: int) -> list[list[float]]:
     num_targets, num_drafters, slots = (int(n) for n in generator.integers(1, [6, 4, 4]))
     batches = int(generator.integers(1, 9))
     stop = Stop()
-    rings = [ring_of(slots, stop, drafter=d) for d in range(num_drafters)]
+    rings = [ring_of(slots, stop, name=f"the ring of drafter {d}") for d in range(num_drafters)]
     speeds = generator.random(num_targets + num_drafters) * 2e-3
     barrier = threading.Barrier(num_drafters)
     seen: list[list[float]] = [[] for _ in rings]

@@ -88,7 +88,10 @@ def print_result(result: RunResult, console: Console) -> None:
         console.print(
             f"[yellow]stopped at step {result.steps}; go on with: draftsmith train --resume {result.out}[/yellow]"
         )
-    console.print(f"drafter: {result.drafter}   log: {result.out / 'metrics.jsonl'}   {result.seconds / 60:.1f} min")
+    console.print(
+        f"drafter: {result.drafter}   log: {result.out / 'metrics.jsonl'}   {result.seconds / 60:.1f} min",
+        soft_wrap=True,
+    )
 
 
 def capture(arguments: Sequence[str]) -> int:
@@ -98,5 +101,5 @@ def capture(arguments: Sequence[str]) -> int:
     )
     console = Console()
     folder = capture_only(config, console)
-    console.print(f"features: {folder}   train from them with: draftsmith train --features {folder} ...")
+    console.print(f"features: {folder}\ntrain from them with: draftsmith train --features {folder} ...", soft_wrap=True)
     return 0
