@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.errors import DraftsmithError, StalledError, WorkerError
+from draftsmith.errors import CaptureError, DraftsmithError, StalledError, WorkerError
 from draftsmith.pipeline.assemble import Team
 from draftsmith.pipeline.chief import Chief, Measure, Rhythm, idle_report, masters_on_cpu
 from draftsmith.pipeline.stop import Stop
@@ -28,10 +28,17 @@ SIZES = Sizes(targets=2, drafters=1, draws=3, accumulation=2, steps=8, stall=15)
 class Run:
     """A team with a chief, over a folder; `before_step` may break things."""
 
-    def __init__(self, folder: Path, sizes: Sizes = SIZES, measure: Measure | None = None, eval_every: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sizes: Sizes = SIZES,
+        measure: Measure | None = None,
+        eval_every: int = 0,
+        strict: bool = False,
+    ) -> None:
         self.folder, self.stop = folder, Stop()
         self.shown: list[Mapping[str, Any]] = []
-        rhythm = Rhythm(log_every=3, save_every=5, eval_every=eval_every, total_steps=sizes.steps)
+        rhythm = Rhythm(log_every=3, save_every=5, eval_every=eval_every, total_steps=sizes.steps, strict=strict)
         self.writer = MetricsWriter(folder)
         self.chief = Chief(rhythm, self.writer, measure, self.shown.append, self.stop)
         self.models = targets_of(sizes.targets)
@@ -193,3 +200,20 @@ def test_idle_roles_are_named_with_what_would_help(tmp_path: Path) -> None:
     assert drafters.startswith("drafters waited 50% of the time for features")
     run.writer.close()
     run.team.close()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_late_compile_is_counted_or_under_strict_the_end(tmp_path: Path, strict: bool) -> None:
+    run = Run(tmp_path, strict=strict)
+
+    def compile_late(step: int) -> None:
+        if step == 4:
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] += 1
+
+    run.watch = compile_late
+    if strict:
+        with pytest.raises(CaptureError, match=r"1 graph.* compiled after warm-up, which --strict forbids"):
+            run.go()
+        return
+    run.go()
+    assert [line["late_compiles"] for line in run.lines("system")] == [0, 1, 1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, TargetError
 from draftsmith.pipeline.run import capture_only, prepare_stage
 from draftsmith.pipeline.stage import RunConfig, load_inputs
 from draftsmith.pipeline.store import INDEX
@@ -70,3 +70,8 @@ def test_nothing_to_capture(config: RunConfig, features: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to capture: give --data CHATS"):
         capture_only(replace(config, data=replace(config.data, data="", features=str(features))), quiet())
     assert (features / INDEX).exists()
+
+
+def test_8_bit_targets_are_refused_on_a_cpu_before_anything_loads(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="--target-compute fp8 needs a GPU"):
+        stage_in(replace(config, target=replace(config.target, target_compute="fp8")), tmp_path / "run")

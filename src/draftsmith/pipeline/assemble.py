@@ -23,11 +23,14 @@ from draftsmith.pipeline.target_loop import TargetForwardLoop
 from draftsmith.pipeline.team import Worker, joint_loop, make_stream, split_loops
 from draftsmith.records import BatchShape, Document, FrozenEnds
 from draftsmith.target.capture import PackedCapture
-from draftsmith.target.compute import allow_graphs, layer_kinds, warm_up
+from draftsmith.target.compute import allow_graphs, check_fp8_device, layer_kinds, to_fp8, warm_up
 from draftsmith.target.model import Target
 from draftsmith.train.build import StateSpec, build_state, check_sizes
 from draftsmith.train.graph import CapturedStep, PlainStep, StepInputs, Stepper
 from draftsmith.train.step import TrainState
+
+FP8_SAMPLE = 8
+"""Documents that 8-bit targets are held against native ones on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Blueprint:
     seed: int
     stop: Stop
     say: Callable[[str], None]
+    fp8: bool = False
+    """Whether targets run their large products in 8-bit floats; what is measured then answers for that target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +226,14 @@ def build_targets(
     shapes = [(forward_rows(bucket, plan.batching.order), bucket) for bucket in plan.batching.buckets]
     producers: list[Producer] = []
     for index, target in enumerate(targets, start=first):
+        if plan.fp8:
+            check_fp8_device(target.device)
+            report = to_fp8(target, documents[:FP8_SAMPLE], taps)
+            errors = ", ".join(f"{error:.1%}" for error in report.relative_error)
+            plan.say(
+                f"target {index}: {report.num_replaced} products in 8-bit floats; features differ by {errors} a tap, "
+                f"the likeliest next token agrees for {report.top1_agreement:.1%} of tokens"
+            )
         if target.device.type == "cuda":
             allow_graphs(shapes=len(shapes), layer_kinds=layer_kinds(target), devices=len(targets))
             with torch.cuda.device(target.device):

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.errors import DraftsmithError, StalledError
+from draftsmith.errors import CaptureError, DraftsmithError, StalledError
 from draftsmith.pipeline.assemble import Team
 from draftsmith.pipeline.buffers import POLL_SECONDS
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
 from draftsmith.pipeline.stop import Stop
+from draftsmith.target.compute import compiled_graphs
 from draftsmith.train.checkpoint import Position
 from draftsmith.train.checkpoint_writer import CheckpointWriter
 from draftsmith.train.metrics import MetricsWriter, read_step
@@ -34,6 +35,8 @@ class Rhythm:
     save_every: int
     eval_every: int
     total_steps: int
+    strict: bool = False
+    """Whether a graph compiled after warm-up ends the run."""
 
 
 class Chief:
@@ -52,12 +55,14 @@ class Chief:
         self._checkpoints: CheckpointWriter | None = None
         self._last_saved = -1
         self._logged_at, self._logged_step, self._logged_tokens = time.perf_counter(), 0, 0
+        self._graphs, self._late = 0, 0
         self.last: Mapping[str, Any] = {}
         """The last log line's numbers."""
 
     def join(self, team: Team, checkpoints: CheckpointWriter) -> None:
         """Take up work once the team stands."""
         self._team, self._checkpoints = team, checkpoints
+        self._graphs = compiled_graphs()
         self._logged_at, self._logged_step = time.perf_counter(), team.drafters[0].step
 
     @property
@@ -75,8 +80,22 @@ class Chief:
         if last or score is not None or step % self._rhythm.save_every == 0:
             self.save(score)
 
+    def _look_for_late_compiles(self) -> None:
+        """Count graphs compiled since the team stood: each stalls a worker, and means a shape nobody planned.
+
+        Raises:
+            CaptureError: there is one, under --strict.
+        """
+        self._late = compiled_graphs() - self._graphs
+        if self._late and self._rhythm.strict:
+            raise CaptureError(
+                f"{self._late} graph(s) were compiled after warm-up, which --strict forbids: run with "
+                "TORCH_LOGS=recompiles to see why, or without --strict to count them"
+            )
+
     def _log(self, step: int) -> None:
         assert self._team is not None
+        self._look_for_late_compiles()
         stepper = self._drafter.stepper
         numbers = read_step(stepper.state, stepper.inputs.totals)
         stepper.inputs.totals.zero_()
@@ -94,7 +113,7 @@ class Chief:
         }
         self._logged_at, self._logged_step, self._logged_tokens = now, step, tokens
         self._writer.write("train", step, line)
-        system = system_line(self._team)
+        system = {**system_line(self._team), "late_compiles": self._late}
         self._writer.write("system", step, system)
         self.last = line
         self._show({"step": step, **line, "system": system})

@@ -128,6 +128,8 @@ def _workers(system: Mapping[str, Any]) -> Table:
     depth = cast(Sequence[int], system.get("queue_depth") or [])
     if depth:
         table.add_row("queue", " ".join(map(str, depth)), "")
+    if system.get("late_compiles"):
+        table.add_row(Text("late compiles", style="yellow"), str(system["late_compiles"]), "")
     for name, gpu in cast(Mapping[str, Mapping[str, float]], system.get("gpus") or {}).items():
         table.add_row(name, f"{gpu['allocated_bytes'] / 1e9:.2f} GB", f"{gpu['reserved_bytes'] / 1e9:.1f} held")
     return table

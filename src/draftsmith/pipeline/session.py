@@ -113,6 +113,7 @@ def train_stage(stage: Stage, measure: Measure | None, crew: Crew) -> tuple[Team
             save_every=config.checkpoint.save_every,
             eval_every=config.measure.eval_every,
             total_steps=total,
+            strict=config.pipeline.strict,
         )
         chief = Chief(rhythm, writer, measure, view.show, stage.stop)
         team = crew.build(stage, chief.after_step)
@@ -160,6 +161,7 @@ def blueprint_of(stage: Stage) -> Blueprint:
         seed=stage.config.batch.seed,
         stop=stage.stop,
         say=stage.console.print,
+        fp8=stage.config.target.target_compute == "fp8",
     )
 
 

@@ -35,6 +35,7 @@ from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptio
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import Origin, StoreIndex, index_of, read_index
 from draftsmith.records import BatchShape
+from draftsmith.target.compute import check_fp8_device
 from draftsmith.target.model import Target, TargetConfig, load_target
 from draftsmith.train.build import StateSpec
 from draftsmith.train.checkpoint import CheckpointConfig, RunRecord
@@ -140,7 +141,10 @@ def load_inputs(
     if placement is None:
         placement = place(config.pipeline, reads_features=bool(config.data.features))
     with console.status(f"loading target {escape(config.target.target)}"):
-        target = load_target(config.target, device or placement.targets[0])
+        where = device or placement.targets[0]
+        if config.target.target_compute == "fp8":
+            check_fp8_device(where)
+        target = load_target(config.target, where)
     data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
     store = (folder, read_index(folder)) if config.data.features else None
