@@ -35,7 +35,7 @@ from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptio
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import Origin, StoreIndex, index_of, read_index
 from draftsmith.records import BatchShape
-from draftsmith.target.compute import check_fp8_device
+from draftsmith.target.compute import check_fp8_device, slow_fallback
 from draftsmith.target.model import Target, TargetConfig, load_target
 from draftsmith.train.build import StateSpec
 from draftsmith.train.checkpoint import CheckpointConfig, RunRecord
@@ -145,6 +145,8 @@ def load_inputs(
         if config.target.target_compute == "fp8":
             check_fp8_device(where)
         target = load_target(config.target, where)
+    if (remark := slow_fallback(target.facts)) and where.type == "cuda":
+        console.print(f"[yellow]{escape(remark)}[/yellow]")
     data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
     store = (folder, read_index(folder)) if config.data.features else None
