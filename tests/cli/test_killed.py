@@ -115,8 +115,8 @@ def kill_and_resume(tmp_path: Path, kills: int) -> set[str]:
 
 
 def test_kill_9_of_the_command_at_random_moments_resumes_bit_for_bit(tmp_path: Path) -> None:
-    stages = kill_and_resume(tmp_path, 5)
-    assert len(stages) > 1, f"kills landed in {stages} only: they prove little"
+    """Five land where they land; the stages that they may miss are put there by hand below, and met by thirty kills."""
+    kill_and_resume(tmp_path, 5)
 
 
 def test_a_run_killed_before_its_first_checkpoint_or_before_it_was_a_run_goes_on(tmp_path: Path) -> None:
