@@ -93,6 +93,9 @@ def run_pytest(source: str, log: str, arguments: list[str]) -> None:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.chdir(ROOT)
+    # A fork server is one a process: another test may have had it load the package already, unmutated.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("draftsmith", "tests")]:
+        del sys.modules[name]
     sys.path.insert(0, source)
     sys.exit(pytest.main(arguments))
 
