@@ -69,9 +69,10 @@ SHAPES: dict[str, Shape] = {
     "qwen3-8b": Shape(
         drafter=_drafter(4096, 12288, (32, 8, 128), 5, 16, 151936, 1e6), num_tokens=16384, num_anchors=512, loss=LOSS
     ),
-    # Fits a 24 GB card without the target (features from disk): three layers, a small budget, no 8-bit moments needed.
+    # For a 24 GB card without the target (features from disk): three layers, a small budget, small chunks of logits.
     "qwen3-8b-24gb": Shape(
-        drafter=_drafter(4096, 12288, (32, 8, 128), 3, 16, 151936, 1e6), num_tokens=8192, num_anchors=256, loss=LOSS
+        drafter=_drafter(4096, 12288, (32, 8, 128), 3, 16, 151936, 1e6), num_tokens=8192, num_anchors=256,
+        loss=replace(LOSS, chunk_rows=1024), checkpoint_layers=True,
     ),
     "smollm2": Shape(
         drafter=_drafter(576, 1536, (9, 3, 64), 2, 8, 49152, 1e5), num_tokens=16384, num_anchors=1024, loss=LOSS,

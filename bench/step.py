@@ -1,6 +1,7 @@
 """How fast is the drafter's step, and what does it ask of allocator and host?
 
-    python bench/step.py qwen3.6-27b            captured, compiled uncaptured, eager, and the dynamic way
+    python bench/step.py qwen3.6-27b            captured, compiled uncaptured, eager, and the dynamic way, its anchors
+                                                as drawn and (dynamic-sorted) in order
     python bench/step.py smollm2 --only captured
 
 One CUDA GPU. Figures are taken through a ring of device slots: every step copies another batch into the captured
@@ -26,6 +27,7 @@ from draftsmith.records import FeatureBatch
 from draftsmith.train.graph import CapturedStep, PlainStep, StepInputs, Stepper
 
 DEVICE = torch.device("cuda", 0)
+DYNAMIC = ("dynamic", "dynamic-sorted")
 
 
 def slots(shape: Shape, fills: list[list[int]]) -> list[FeatureBatch]:
@@ -111,7 +113,7 @@ def replace_ring(ring: list[FeatureBatch], shape: Shape, used: int) -> list[Feat
     return ring[:1]
 
 
-def uncaptured(shape: Shape, ring: list[FeatureBatch], compiled: bool) -> dict[str, float]:
+def uncaptured(shape: Shape, ring: list[FeatureBatch], compiled: bool) -> dict[str, Any]:
     state = make_state(shape, DEVICE, compiled=compiled)
     inputs = StepInputs.allocate(shape.batch, shape.drafter.block_size, DEVICE)
     return measure(Runner(PlainStep(state, inputs), ring), shape, runs=3, repeats=2)
@@ -126,7 +128,7 @@ def clean() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=sorted(SHAPES))
-    parser.add_argument("--only", nargs="*", default=["captured", "compiled", "eager", "dynamic"])
+    parser.add_argument("--only", nargs="*", default=["captured", "compiled", "eager", *DYNAMIC])
     parser.add_argument("--flat-steps", type=int, default=200)
     parser.add_argument("--fills", action="store_true")
     parser.add_argument("--chunk-rows", type=int, default=0)
@@ -150,17 +152,24 @@ def main() -> None:
     for way in arguments.only:
         if way == "captured":
             row = captured(shape, ring, arguments.flat_steps, arguments.fills)
-        elif way == "dynamic":
-            row = measure(DynamicStep(shape, ring, DEVICE), shape, runs=3, repeats=2)
+        elif way in DYNAMIC:
+            dynamic = DynamicStep(shape, ring, DEVICE, sort_anchors=way == "dynamic-sorted")
+            row = measure(dynamic, shape, runs=3, repeats=2)
+            del dynamic
         else:
-            row = uncaptured(shape, ring, way == "compiled")
-        row["share_of_matrix_rate"] = row["tflops"] / rate
+            try:
+                row = uncaptured(shape, ring, way == "compiled")
+            except torch.OutOfMemoryError as error:  # eager flex attention keeps the whole score matrix
+                row = {"error": str(error).splitlines()[0][:150]}
+        if "tflops" in row:
+            row["share_of_matrix_rate"] = row["tflops"] / rate
         result[way] = row
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
         print(way, shown, flush=True)
         clean()
-    if "captured" in result and "dynamic" in result:
-        result["captured_over_dynamic"] = result["dynamic"]["ms"] / result["captured"]["ms"]
+    for way in set(DYNAMIC) & result.keys():
+        if "captured" in result and "ms" in result[way]:
+            result[f"{way}_over_captured"] = result[way]["ms"] / result["captured"]["ms"]
     print(json.dumps(result))
 
 
