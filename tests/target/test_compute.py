@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.errors import TargetError
 from draftsmith.target import compute
@@ -175,6 +177,34 @@ def test_fp8_linear_is_close_to_the_linear_it_replaces(bias: bool) -> None:
     errors = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < 0.06
     assert errors.max() > 1e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 48])
+def test_on_a_gpu_an_fp8_linear_is_one_product_that_the_kernel_accepts(tokens: int) -> None:
+    """Traced on a GPU that isn't there: torch's own shape function refuses wrong layouts, scales and sizes."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._scaled_mm.default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.device("cuda"):
+        linear = nn.Linear(128, 64, device="meta")
+        linear.weight = nn.Parameter(torch.empty(64, 128, dtype=torch.bfloat16), requires_grad=False)
+        linear.bias = nn.Parameter(torch.empty(64, dtype=torch.bfloat16), requires_grad=False)
+        product = RowwiseFp8Linear(linear)
+        inputs = torch.empty(128, tokens, dtype=torch.bfloat16).t().unsqueeze(0)
+        with Watch():
+            output = product(inputs)
+    assert (output.shape, output.dtype, output.device.type) == ((1, tokens, 64), torch.bfloat16, "cuda")
+    ((a, b, scale_a, scale_b, *_),) = seen
+    assert (a.stride(), b.stride()) == ((128, 1), (1, 128))
+    assert (scale_a.shape, scale_b.shape) == ((tokens, 1), (1, 64))
+    assert scale_a.is_contiguous()
+    assert scale_b.is_contiguous()
+    assert {scale_a.dtype, scale_b.dtype} == {torch.float32}
 
 
 def test_to_fp8_replaces_large_products_only_and_measures_the_change() -> None:

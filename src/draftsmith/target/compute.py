@@ -26,6 +26,7 @@ from draftsmith.target.model import Target, cut_after
 logger = logging.getLogger(__name__)
 
 dynamo: Any = torch._dynamo  # pyright: ignore[reportPrivateUsage]
+scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateUsage]
 
 E4M3_MAX = 448.0
 FP8_ALIGNMENT = 16
@@ -172,10 +173,12 @@ class RowwiseFp8Linear(nn.Module):
         self.bias = None if bias is None else nn.Buffer(bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        flat_NK = inputs.reshape(-1, inputs.shape[-1])
+        # Elementwise operations keep a transposed input's strides, and the product takes row-major rows only.
+        flat_NK = inputs.reshape(-1, inputs.shape[-1]).contiguous()
         quantised_NK, scale_N1 = quantise_rowwise(flat_NK)
         if flat_NK.device.type == "cuda":
-            output_NO: Tensor = cast(Any, torch)._scaled_mm(
+            # Row-wise scaling asks for: a column-major second operand, fp32 scales [rows, 1] and [1, columns], bf16 out.
+            output_NO: Tensor = scaled_mm(
                 quantised_NK,
                 self.weight_OK.t(),
                 scale_a=scale_N1,
