@@ -154,7 +154,9 @@ def quantise_rowwise(values_NK: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 values [N, K] and fp32 scales [N, 1] with `values ~ quantised * scale`, each row's largest at 448."""
     wide_NK = values_NK.float()
     scale_N1 = wide_NK.abs().amax(1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
-    quantised_NK = (wide_NK / scale_N1).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    wide_NK = (wide_NK / scale_N1).clamp(-E4M3_MAX, E4M3_MAX)
+    # Elementwise operations keep a transposed input's strides, and the product takes row-major rows only.
+    quantised_NK = wide_NK.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     return quantised_NK, scale_N1
 
 
@@ -173,11 +175,10 @@ class RowwiseFp8Linear(nn.Module):
         self.bias = None if bias is None else nn.Buffer(bias.detach())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # Elementwise operations keep a transposed input's strides, and the product takes row-major rows only.
-        flat_NK = inputs.reshape(-1, inputs.shape[-1]).contiguous()
+        flat_NK = inputs.reshape(-1, inputs.shape[-1])
         quantised_NK, scale_N1 = quantise_rowwise(flat_NK)
         if flat_NK.device.type == "cuda":
-            # Row-wise scaling asks for: a column-major second operand, fp32 scales [rows, 1] and [1, columns], bf16 out.
+            # Row-wise scaling wants a column-major second operand, fp32 scales [rows, 1] and [1, columns], bf16 out.
             output_NO: Tensor = scaled_mm(
                 quantised_NK,
                 self.weight_OK.t(),
