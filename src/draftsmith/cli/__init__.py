@@ -44,6 +44,7 @@ VERBS: dict[str, Verb] = {
     "chat": Verb(module="chat", function="chat", about="try a drafter in the terminal, accepted tokens coloured"),
     "export": Verb(module="drafter", function="export", about="write a run's drafter in the layout engines load"),
     "verify": Verb(module="drafter", function="verify", about="does an exported drafter serve as it trained?"),
+    "completion": Verb(module="completion", function="completion", about="complete all this in bash, zsh or fish"),
 }
 
 

@@ -23,6 +23,9 @@ Bare `draftsmith train --target T --data chats.jsonl --out run` chooses everythi
 --resume RUN continues a run. --dry-run does three real steps, a checkpoint, an export and a short evaluation in a
 temporary folder, then says whether all is well."""
 
+CAPTURE = """Capture a target's features to disk, to train from with train --features. Takes every flag of train, and
+--recipe FILE.toml, --plan FILE.toml, --resume RUN."""
+
 
 def configure(arguments: Sequence[str], verb: str, about: str) -> tuple[RunConfig, list[str]]:
     """The RunConfig of a command line: recipe or run first, then flags; with the flags left of it."""
@@ -96,9 +99,7 @@ def print_result(result: RunResult, console: Console) -> None:
 
 def capture(arguments: Sequence[str]) -> int:
     """Write one epoch's features to `--out`."""
-    config, _ = configure(
-        arguments, "capture", "Capture a target's features to disk, to train from with train --features."
-    )
+    config, _ = configure(arguments, "capture", CAPTURE)
     console = Console()
     folder = capture_only(config, console)
     console.print(f"features: {folder}\ntrain from them with: draftsmith train --features {folder} ...", soft_wrap=True)
