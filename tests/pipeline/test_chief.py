@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.errors import CaptureError, DraftsmithError, StalledError, WorkerError
 from draftsmith.pipeline.assemble import Team
-from draftsmith.pipeline.chief import Chief, Measure, Rhythm, idle_report, masters_on_cpu
+from draftsmith.pipeline.chief import Chief, Measure, Rhythm, idle_report, masters_on_cpu, system_line
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.team import run_workers
 from draftsmith.train.checkpoint import CheckpointConfig, RunRecord, load_checkpoint
@@ -217,3 +217,16 @@ def test_a_late_compile_is_counted_or_under_strict_the_end(tmp_path: Path, stric
         return
     run.go()
     assert [line["late_compiles"] for line in run.lines("system")] == [0, 1, 1]
+
+
+def test_the_system_line_says_how_busy_each_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's numbers and the driver's stand side by side; a GPU that wasn't sampled has the first only."""
+    team = team_of(blueprint(SIZES, targets_of(1)[0]), targets_of(2))
+    place = replace(team.placement, targets=(torch.device("cuda", 0),), drafters=(torch.device("cuda", 1),))
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 100 + device.index)
+    line = system_line(replace(team, placement=place), {"cuda:1": {"utilisation": 0.5, "used_bytes": 7.0}})
+    own = {"allocated_bytes": 100.0, "reserved_bytes": 100.0, "peak_bytes": 100.0}
+    other = {"allocated_bytes": 101.0, "reserved_bytes": 101.0, "peak_bytes": 101.0}
+    assert line["gpus"] == {"cuda:0": own, "cuda:1": {**other, "utilisation": 0.5, "used_bytes": 7.0}}
+    team.close()

@@ -26,7 +26,11 @@ LINE: dict[str, Any] = {
             "drafter 0": {"busy": 0.80, "waiting_input": 0.2, "waiting_room": 0.0},
         },
         "queue_depth": [2],
-        "gpus": {"cuda:0": {"allocated_bytes": 43.85e9, "reserved_bytes": 72.9e9}},
+        "gpus": {
+            "cuda:0": {"allocated_bytes": 43.85e9, "reserved_bytes": 72.9e9, "utilisation": 0.97, "used_bytes": 75e9},
+            "cuda:1": {"allocated_bytes": 1e9, "reserved_bytes": 2e9, "utilisation": float("nan")},
+            "cuda:2": {"allocated_bytes": 1e9, "reserved_bytes": 2e9},
+        },
     },
 }
 
@@ -50,7 +54,7 @@ def test_everything_it_is_told_is_on_the_screen() -> None:
         "2.22",
         "502 ms",
         "97,000",
-        "43.85 GB",
+        "97%  43.85 of 72.9 GB",
         "input 20%",
         "skipped steps",
     ):

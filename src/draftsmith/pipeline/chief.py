@@ -16,6 +16,8 @@ from draftsmith.pipeline.assemble import Team
 from draftsmith.pipeline.buffers import POLL_SECONDS
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
 from draftsmith.pipeline.stop import Stop
+from draftsmith.pipeline.utilisation import GpuSampler
+from draftsmith.records import EMPTY
 from draftsmith.target.compute import compiled_graphs
 from draftsmith.train.checkpoint import Position
 from draftsmith.train.checkpoint_writer import CheckpointWriter
@@ -53,15 +55,16 @@ class Chief:
         self._rhythm, self._writer, self._measure, self._show, self._stop = rhythm, writer, measure, show, stop
         self._team: Team | None = None
         self._checkpoints: CheckpointWriter | None = None
+        self._sampler: GpuSampler | None = None
         self._last_saved = -1
         self._logged_at, self._logged_step, self._logged_tokens = time.perf_counter(), 0, 0
         self._graphs, self._late = 0, 0
         self.last: Mapping[str, Any] = {}
         """The last log line's numbers."""
 
-    def join(self, team: Team, checkpoints: CheckpointWriter) -> None:
-        """Take up work once the team stands."""
-        self._team, self._checkpoints = team, checkpoints
+    def join(self, team: Team, checkpoints: CheckpointWriter, sampler: GpuSampler | None = None) -> None:
+        """Take up work once the team stands; `sampler` tells how busy its GPUs are."""
+        self._team, self._checkpoints, self._sampler = team, checkpoints, sampler
         self._graphs = compiled_graphs()
         self._logged_at, self._logged_step = time.perf_counter(), team.drafters[0].step
 
@@ -113,7 +116,8 @@ class Chief:
         }
         self._logged_at, self._logged_step, self._logged_tokens = now, step, tokens
         self._writer.write("train", step, line)
-        system = {**system_line(self._team), "late_compiles": self._late}
+        busy = {} if self._sampler is None else self._sampler.take()
+        system = {**system_line(self._team, busy), "late_compiles": self._late}
         self._writer.write("system", step, system)
         self.last = line
         self._show({"step": step, **line, "system": system})
@@ -181,20 +185,21 @@ def masters_on_cpu(drafter: DrafterTrainLoop) -> dict[str, Tensor]:
     return parameters.named(parameters.master_N.detach().to("cpu", copy=True))
 
 
-def system_line(team: Team) -> dict[str, Any]:
-    """Shares of busy and waiting per worker, queue depths, memory of each GPU."""
+def system_line(team: Team, busy: Mapping[str, Mapping[str, float]] = EMPTY) -> dict[str, Any]:
+    """Shares of busy and waiting per worker, queue depths, memory of each GPU and what `busy` says of it."""
     line: dict[str, Any] = {
         "workers": {loop.clock.name: loop.clock.shares() for loop in (*team.producers, *team.drafters)},
         "queue_depth": [ring.depth for ring in team.rings],
     }
     devices = {device for device in (*team.placement.targets, *team.placement.drafters) if device.type == "cuda"}
     if devices:
-        line["gpus"] = {str(device): gpu_line(device) for device in sorted(devices, key=str)}
+        names = sorted(map(str, devices))
+        line["gpus"] = {name: {**gpu_line(torch.device(name)), **busy.get(name, {})} for name in names}
     return line
 
 
 def gpu_line(device: torch.device) -> dict[str, float]:
-    """Allocated, reserved and peak bytes, and utilisation where the driver tells."""
+    """Allocated, reserved and peak bytes of this process."""
     return {
         "allocated_bytes": float(torch.cuda.memory_allocated(device)),
         "reserved_bytes": float(torch.cuda.memory_reserved(device)),

@@ -5,6 +5,7 @@ Fed by the chief's log lines; it reads nothing from a device itself.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -117,7 +118,7 @@ def _bar(share: float) -> str:
 
 
 def _workers(system: Mapping[str, Any]) -> Table:
-    """Busy share of each worker and what it waits for, queue depths, memory of each GPU."""
+    """Busy share of each worker and what it waits for, queue depths, utilisation and memory of each GPU."""
     table = Table.grid(padding=(0, 1))
     table.add_row(Text("worker", style="dim"), Text("busy", style="dim"), Text("waits", style="dim"))
     for name, shares in cast(Mapping[str, Mapping[str, float]], system.get("workers") or {}).items():
@@ -131,5 +132,11 @@ def _workers(system: Mapping[str, Any]) -> Table:
     if system.get("late_compiles"):
         table.add_row(Text("late compiles", style="yellow"), str(system["late_compiles"]), "")
     for name, gpu in cast(Mapping[str, Mapping[str, float]], system.get("gpus") or {}).items():
-        table.add_row(name, f"{gpu['allocated_bytes'] / 1e9:.2f} GB", f"{gpu['reserved_bytes'] / 1e9:.1f} held")
+        table.add_row(name, _busy(gpu), f"{gpu['allocated_bytes'] / 1e9:.2f} of {gpu['reserved_bytes'] / 1e9:.1f} GB")
     return table
+
+
+def _busy(gpu: Mapping[str, float | None]) -> str:
+    """Utilisation since the last line; nothing where the driver doesn't tell."""
+    share = gpu.get("utilisation")
+    return "" if share is None or math.isnan(share) else f"{share:.0%}"

@@ -25,6 +25,7 @@ from draftsmith.pipeline.show import ProgressView
 from draftsmith.pipeline.stage import Stage
 from draftsmith.pipeline.store import ShardReadLoop, StoreIndex
 from draftsmith.pipeline.team import run_workers
+from draftsmith.pipeline.utilisation import open_sampler
 from draftsmith.target.model import load_target
 from draftsmith.train.checkpoint import Checkpoint, checkpoint_folders, discard_after, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
@@ -124,7 +125,8 @@ def train_stage(stage: Stage, measure: Measure | None, crew: Crew) -> tuple[Team
             for drafter in team.drafters:
                 continue_from(drafter, checkpoint)
             console.print(f"continuing from step {checkpoint.position.step:,} ({checkpoint.path.name})")
-        chief.join(team, saver)
+        devices = [*team.placement.targets, *team.placement.drafters]
+        chief.join(team, saver, stack.enter_context(open_sampler(devices, console.print)))
         stack.enter_context(view)
         stack.enter_context(Signals(crew.signals, console))
         crew.start(team, checkpoint)

@@ -26,7 +26,7 @@ from draftsmith.target.model import Target, cut_after
 logger = logging.getLogger(__name__)
 
 dynamo: Any = torch._dynamo  # pyright: ignore[reportPrivateUsage]
-scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateUsage]
+scaled_mm: Any = cast(Any, torch)._scaled_mm
 
 E4M3_MAX = 448.0
 FP8_ALIGNMENT = 16
