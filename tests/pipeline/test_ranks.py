@@ -34,6 +34,12 @@ def test_every_rank_sees_all_roles_on_its_own_device() -> None:
     assert "torchrun" in placement.why
 
 
+def test_ranks_without_targets_beside_them_read_or_do_both() -> None:
+    disk, joint = (placement_of(worlds(0, 2, feed=feed)[1]) for feed in ("disk", "joint"))
+    assert (len(disk.targets), len(disk.drafters), disk.joint) == (1, 2, False)
+    assert (len(joint.targets), len(joint.drafters), joint.joint) == (2, 2, True)
+
+
 def test_a_targets_clock_reaches_the_chiefs_log() -> None:
     store = dist.HashStore()
     target, chief = worlds(1, 1, store)

@@ -23,6 +23,7 @@ from draftsmith.pipeline.resolve import (
     resolve_draws,
     resolve_loss,
     resolve_step,
+    start_layers,
 )
 from draftsmith.pipeline.settings import BatchOptions, DrafterOptions, PipelineConfig
 from tests.families import tiny_target
@@ -156,3 +157,9 @@ def test_every_step_mixes_buckets_in_proportion_to_their_tokens() -> None:
 def test_one_bucket_a_batch_shows_the_whiplash() -> None:
     steps, overall = shares(mixed=False, batches_per_step=2)
     assert np.abs(steps - overall).max() > 0.3
+
+
+def test_a_fresh_drafter_starts_from_as_many_layers_as_it_has() -> None:
+    assert [start_layers(DrafterOptions(), facts) for facts in (WIDE, FACTS)] == [5, 2]
+    assert start_layers(DrafterOptions(layers=3), FACTS) == 3
+    assert start_layers(DrafterOptions(init="random"), FACTS) == start_layers(DrafterOptions(init_from="d"), FACTS) == 0

@@ -66,6 +66,19 @@ def test_features_of_other_taps_are_refused(config: RunConfig, features: Path, t
         prepare_stage(other, tmp_path, inputs, quiet())
 
 
+def test_features_leave_nothing_to_colocate(config: RunConfig) -> None:
+    both = replace(config.pipeline, targets="auto", drafters="auto", colocate=True)
+    with pytest.raises(ConfigError, match="so there is nothing to colocate: drop --colocate"):
+        replace(config, data=replace(config.data, features="f"), pipeline=both)
+
+
+def test_without_anything_to_measure_on_features_need_no_whole_target(config: RunConfig, features: Path) -> None:
+    only = replace(config, data=replace(config.data, data="", features=str(features)))
+    for measure, is_whole in ((config.measure, False), (replace(config.measure, prompts=("p.jsonl",)), True)):
+        target = load_inputs(replace(only, measure=measure), None, quiet()).target
+        assert any(parameter.is_meta for parameter in target.model.parameters()) != is_whole
+
+
 def test_nothing_to_capture(config: RunConfig, features: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to capture: give --data CHATS"):
         capture_only(replace(config, data=replace(config.data, data="", features=str(features))), quiet())

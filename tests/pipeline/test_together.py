@@ -10,17 +10,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from draftsmith.cli import run
-from draftsmith.pipeline.together import LAUNCH, _is_same_launch
+from draftsmith.errors import TargetError
+from draftsmith.pipeline.run import capture_only
+from draftsmith.pipeline.together import LAUNCH, _is_same_launch, claim_together, load_together
+from draftsmith.pipeline.world import Feed
+from draftsmith.target.model import Target
 from tests.families import save_tiny
+from tests.pipeline.runs import quiet, write_inputs
+from tests.pipeline.test_world import worlds
 from tests.pipeline.torchrun import Done, torchrun
 
 STEPS = 12
+ONE_TARGET_TWO_DRAFTERS = ("--targets", "1", "--drafters", "2")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +49,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(inputs: Path, out: Path, *more: str) -> list[str]:
+def arguments(inputs: Path, out: Path, *more: str, roles: Sequence[str] = ONE_TARGET_TWO_DRAFTERS) -> list[str]:
     return [
         *("train", "--target", str(inputs / "target"), "--data", str(inputs / "chats.jsonl"), "--out", str(out)),
-        *("--device", "cpu", "--targets", "1", "--drafters", "2", "--token-budget", "512", "--anchors", "16"),
+        *("--device", "cpu", *roles, "--token-budget", "512", "--anchors", "16"),
         *("--max-steps", str(STEPS), "--draws-per-batch", "2", "--log-every", "1", "--threads", "1"),
         *("--max-new-tokens", "8", "--num-prompts", "2", "--eval-every", "5", "--save-every", "4", "--taps", "1", "4"),
         *more,
@@ -77,6 +86,52 @@ def test_ranks_train_measure_and_export_as_threads_do(inputs: Path, tmp_path: Pa
     evals = [line for line in (ranks / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] == "eval"]
     assert len(evals) == 2
     assert done.stdout.count("What this run uses, and why") == 1, "the other ranks are quiet"
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """The same losses, measures and exported drafter, bit for bit."""
+    assert len(losses(theirs)) == STEPS
+    assert losses(ours) == losses(theirs)
+    for name in ("model.safetensors", "config.json"):
+        assert (ours / "drafter" / name).read_bytes() == (theirs / "drafter" / name).read_bytes()
+    measured = [json.loads((folder / "evaluation.json").read_text()) for folder in (ours, theirs)]
+    for when in ("before", "after"):
+        answers = [[answer["token_ids"] for answer in body[when]["answers"]] for body in measured]
+        assert answers[0] == answers[1]
+        assert measured[0][when]["summary"]["tau"] == measured[1][when]["summary"]["tau"]
+
+
+def in_two_ranks(inputs: Path, out: Path, *more: str) -> Done:
+    return torchrun(2, ["-m", "draftsmith", *arguments(inputs, out, *more, roles=())], seconds=280)
+
+
+@pytest.mark.long
+def test_ranks_train_from_features_on_disk_as_threads_do(inputs: Path, tmp_path: Path) -> None:
+    """Two drafters and no target rank, over several epochs; the chief alone has a target that runs, to measure."""
+    features = tmp_path / "features"
+    capturing = ["capture", *arguments(inputs, features)[1:]]
+    assert run(capturing) == 0
+    assert run(arguments(inputs, tmp_path / "threads", "--features", str(features))) == 0
+    done = in_two_ranks(inputs, tmp_path / "ranks", "--features", str(features))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "ranks", tmp_path / "threads")
+    assert done.stdout.count("What this run uses, and why") == 1
+
+
+@pytest.mark.long
+def test_ranks_with_a_target_each_train_as_threads_do(inputs: Path, tmp_path: Path) -> None:
+    """--colocate: every rank makes its own drafter's batches; only gradients travel."""
+    assert run(arguments(inputs, tmp_path / "threads")) == 0
+    done = in_two_ranks(inputs, tmp_path / "ranks", "--colocate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "ranks", tmp_path / "threads")
+
+
+@pytest.mark.long
+def test_features_to_be_captured_first_are_refused_in_ranks(inputs: Path, tmp_path: Path) -> None:
+    done = in_two_ranks(inputs, tmp_path / "ranks", "--drafters", "1", "--cache-features")
+    assert done.returncode != 0
+    assert "run draftsmith capture --out F once, then torchrun ... train --features F" in " ".join(done.stderr.split())
 
 
 @pytest.mark.long
@@ -119,6 +174,68 @@ def test_a_mistake_is_said_once_and_ends_every_rank(inputs: Path, tmp_path: Path
     assert done.returncode != 0
     assert done.stderr.replace("\n", " ").count("is not empty: give --out a new folder") == 1
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+def has_body(target: Target) -> bool:
+    return not any(parameter.is_meta for parameter in target.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "feed", "rank", "measured", "whole"),
+    [
+        (1, "targets", 0, True, True),
+        (1, "targets", 1, True, False),
+        (1, "targets", 2, True, False),
+        (0, "joint", 1, True, True),
+        (0, "disk", 0, True, True),
+        (0, "disk", 0, False, False),
+        (0, "disk", 1, True, False),
+    ],
+)
+def test_only_ranks_that_run_a_target_load_its_body(
+    num_targets: int, feed: Feed, rank: int, measured: bool, whole: bool, tmp_path: Path
+) -> None:
+    config = write_inputs(tmp_path)
+    if feed == "disk":
+        features = capture_only(replace(config, out=str(tmp_path / "features")), quiet())
+        config = replace(config, data=replace(config.data, features=str(features)))
+    if not measured:
+        config = replace(config, data=replace(config.data, data=""))
+    world = worlds(num_targets, 2, feed=feed)[rank]
+    world.tell("prepared")
+    assert has_body(load_together(world, config, tmp_path, quiet()).target) == whole
+
+
+def test_a_drafters_rank_needs_no_gpu_for_8_bit_products(tmp_path: Path) -> None:
+    config = write_inputs(tmp_path)
+    config = replace(config, target=replace(config.target, target_compute="fp8"))
+    target, chief = worlds(1, 1)
+    assert not has_body(load_together(chief, config, tmp_path, quiet()).target)
+    with pytest.raises(TargetError, match="--target-compute fp8 needs a GPU"):
+        load_together(target, config, tmp_path, quiet())
+
+
+def test_the_mark_of_a_launch_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of writing it: there is the old one or none, and the folder can be used again."""
+    config, out = write_inputs(tmp_path), tmp_path / "run"
+    config = replace(config, out=str(out))
+
+    def killed(_file: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            claim_together(worlds(1, 1)[1], config)
+    assert not (out / LAUNCH).exists()
+    claim_together(worlds(1, 1)[1], config)
+    before = (out / LAUNCH).read_text()
+    json.loads(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            claim_together(worlds(1, 1)[1], config)
+    assert (out / LAUNCH).read_text() == before
 
 
 def test_without_torchrun_the_distributed_channel_says_how_to_start_it(inputs: Path, tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from draftsmith.errors import ConfigError, StalledError
 from draftsmith.pipeline import world as world_module
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.stop import StoppedError
-from draftsmith.pipeline.world import Launch, PeerError, Roles, World, assign_roles, join_world
+from draftsmith.pipeline.world import Feed, Launch, PeerError, Roles, World, assign_roles, join_world
 
 CONFIG = PipelineConfig(device="cpu", stall_seconds=30)
 
 
-def worlds(num_targets: int, num_drafters: int, store: dist.Store | None = None) -> list[World]:
+def worlds(num_targets: int, num_drafters: int, store: dist.Store | None = None, feed: Feed = "targets") -> list[World]:
     """The ranks of a run as they see each other, in one process and without connections."""
     shared = store or dist.HashStore()
     size = num_targets + num_drafters
     return [
         World(
-            Roles(rank=rank, local_rank=rank, num_targets=num_targets, num_drafters=num_drafters),
+            Roles(rank=rank, local_rank=rank, num_targets=num_targets, num_drafters=num_drafters, feed=feed),
             Launch(rank=rank, local_rank=rank, size=size, restarts=0, run_id="none"),
             CONFIG,
             shared,
@@ -58,12 +58,30 @@ def test_roles_by_rank(options: dict[str, Any], size: int, split: tuple[int, int
     [
         ({"targets": 5, "drafters": 2}, 8, r"torchrun started 8 ranks, which is not 5 target\(s\) \+ 2 drafter\(s\)"),
         ({"targets": 4}, 4, "set --targets and --drafters to match"),
-        ({"colocate": True}, 4, "--colocate runs both roles in one process"),
     ],
 )
 def test_ranks_that_do_not_add_up(options: dict[str, Any], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         assign_roles(PipelineConfig(**options), 0, 0, size)
+
+
+@pytest.mark.parametrize(
+    ("options", "reads_features", "feed"),
+    [({"colocate": True}, False, "joint"), ({}, True, "disk"), ({"drafters": 3}, True, "disk")],
+)
+def test_without_target_ranks_every_rank_trains(options: dict[str, Any], reads_features: bool, feed: str) -> None:
+    roles = [assign_roles(PipelineConfig(**options), rank, rank, 3, reads_features=reads_features) for rank in range(3)]
+    assert [(r.num_targets, r.num_drafters, r.feed) for r in roles] == [(0, 3, feed)] * 3
+    assert not any(r.is_target for r in roles)
+    assert [r.index for r in roles] == [0, 1, 2]
+    assert [r.is_chief for r in roles] == [True, False, False]
+    assert roles[0].name(2) == "drafter 2"
+
+
+@pytest.mark.parametrize("options", [{"targets": 1}, {"drafters": 2}, {"targets": 1, "drafters": 2}])
+def test_features_need_no_target_ranks(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="with --features every one of the 3 ranks trains: drop --targets"):
+        assign_roles(PipelineConfig(**options), 0, 0, 3, reads_features=True)
 
 
 def test_launch_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from draftsmith.drafter.initialise import init_from_target
 from draftsmith.drafter.model import Drafter, init_weights
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
 from draftsmith.pipeline.settings import DrafterOptions
-from draftsmith.target.light import UnreadableError, load_light_target, load_parts, prove_ends
+from draftsmith.target.light import Shards, UnreadableError, fill, load_light_target, load_parts, prove_ends
 from draftsmith.target.model import Target, TargetConfig, load_target
 from tests.families import FAMILIES, save_tiny
 
@@ -104,6 +104,9 @@ def test_weights_come_from_many_files_and_only_from_those_needed(tmp_path: Path)
     target = load_target(config_of(tmp_path), "cpu")
     (tmp_path / "body.safetensors").unlink()
     assert_same(load_light_target(config_of(tmp_path), two_layers), target)
+    (tmp_path / "rest.safetensors").unlink()
+    with pytest.raises(UnreadableError, match=r"its file rest\.safetensors is missing"):
+        load_parts(config_of(tmp_path), two_layers)
 
 
 def test_the_ends_of_answers_come_from_the_generation_config(tmp_path: Path) -> None:
@@ -206,6 +209,14 @@ def test_weights_of_a_vision_tower_are_never_taken(tmp_path: Path) -> None:
 
     rewritten(tmp_path, more)
     assert_same(load_parts(config_of(tmp_path), two_layers), whole)
+
+
+def test_a_model_without_a_head_is_not_filled(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    light = load_parts(config_of(tmp_path), no_layers)
+    light.model.lm_head = None
+    with pytest.raises(UnreadableError, match="its embedding or head in an unknown place"):
+        fill(light.model, light.anatomy, [], Shards(str(tmp_path), None))
 
 
 def test_ends_that_are_not_proved_are_not_taken(tmp_path: Path) -> None:

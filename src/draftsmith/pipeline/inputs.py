@@ -27,8 +27,9 @@ from draftsmith.target.model import Target
 ACCOUNT = "account.json"
 MARKS = ("config.json", "metrics.jsonl", "checkpoints")
 """Any of these makes a folder a run."""
-LEFT_OVER = frozenset(("data", "data.partial", ".writing-config.json"))
-"""What a run killed before it was a run leaves: conversations prepared, whole or in part, which are used again."""
+LEFT_OVER = frozenset(("data", "data.partial", ".writing-config.json", "launch.json", ".writing-launch.json"))
+"""What a run killed before it was a run leaves: conversations prepared, whole or in part, which are used again, and
+which launch of torchrun it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ import torch
 
 from draftsmith.data.loader import BatchOrder, shard_numbers
 from draftsmith.pipeline.assemble import Blueprint, Team, build_drafter, build_ring, build_targets, draw_plan
-from draftsmith.pipeline.buffers import WaitClock
+from draftsmith.pipeline.buffers import FeatureRing, WaitClock
 from draftsmith.pipeline.distributed import GroupReducer, Receiver, SendRing, hear_the_end, say_goodbye, warm_links
 from draftsmith.pipeline.placement import Placement
 from draftsmith.pipeline.producing import Producer, run_producer
 from draftsmith.pipeline.reduce import NoReduce, Reducer
-from draftsmith.pipeline.team import Worker, make_stream, run_workers
+from draftsmith.pipeline.team import Worker, joint_loop, make_stream, run_workers
 from draftsmith.pipeline.world import World
 from draftsmith.records import Document
 from draftsmith.target.model import Target
@@ -28,12 +28,14 @@ TELL_SECONDS = 1.0
 def placement_of(world: World) -> Placement:
     """Every role as this rank sees it: on its own device."""
     roles, device = world.roles, world.device
-    return Placement(
-        targets=(device,) * roles.num_targets,
-        drafters=(device,) * roles.num_drafters,
-        joint=False,
-        why="a rank each (torchrun)",
-    )
+    drafters = (device,) * roles.num_drafters
+    if roles.feed == "joint":
+        return Placement(targets=drafters, drafters=drafters, joint=True, why="--colocate, a rank each (torchrun)")
+    if roles.feed == "disk":
+        readers, why = (torch.device("cpu"),), "features come from disk, a rank each (torchrun)"
+        return Placement(targets=readers, drafters=drafters, joint=False, why=why)
+    targets = (device,) * roles.num_targets
+    return Placement(targets=targets, drafters=drafters, joint=False, why="a rank each (torchrun)")
 
 
 class TargetRank:
@@ -75,10 +77,16 @@ class TargetRank:
             producer.close()
 
 
-class DrafterRank:
-    """A drafter's process: its loop, and a receiver in the targets' place."""
+Feeder = Callable[[FeatureRing], Producer]
+"""Makes what fills a drafter's ring in its own process."""
 
-    def __init__(self, world: World, plan: Blueprint, after_step: Callable[[int, bool], None]) -> None:
+
+class DrafterRank:
+    """A drafter's process: its loop, and what fills its ring: a receiver in the targets' place, or its own `feeder`."""
+
+    def __init__(
+        self, world: World, plan: Blueprint, after_step: Callable[[int, bool], None], feeder: Feeder | None = None
+    ) -> None:
         self._world = world
         index = world.roles.index
         ring = build_ring(plan, index)
@@ -88,14 +96,15 @@ class DrafterRank:
 
         loop, self._stream = build_drafter(plan, index, ring, reducer, after_step)
         self._remotes = [Remote(world, target) for target in range(world.roles.num_targets)]
+        self._producer = Receiver(world, ring) if feeder is None else feeder(ring)
         self.team = Team(
-            producers=list[Producer](self._remotes),
+            producers=list[Producer](self._remotes) if feeder is None else [self._producer],
             drafters=[loop],
             streams=[self._stream],
             rings=[ring],
             placement=plan.placement,
             stop=plan.stop,
-            is_remote=True,
+            is_remote=feeder is None,
         )
 
     def run(self) -> None:
@@ -104,20 +113,8 @@ class DrafterRank:
         Raises:
             DraftsmithError: this drafter's error, or another rank's.
         """
-        world, (loop,), (ring,) = self._world, self.team.drafters, self.team.rings
-        receiver = Receiver(world, ring)
-        plan = loop.plan
-        numbers = (plan.batch_number(sequence) for sequence in range(loop.next_sequence, plan.num_sequences()))
+        world, (ring,) = self._world, self.team.rings
         _settle(world)
-        workers = [
-            Worker(
-                name=receiver.clock.name,
-                device=world.device,
-                stream=make_stream(world.device),
-                loop=lambda: run_producer(receiver, numbers, [ring], world.stop),
-            ),
-            Worker(name=loop.clock.name, device=world.device, stream=self._stream, loop=loop.run),
-        ]
         hear = hear_the_end(ring, world)
 
         def watch() -> None:
@@ -126,8 +123,28 @@ class DrafterRank:
                 for remote in self._remotes:
                     remote.listen()
 
-        run_workers(workers, world.stop, watch)
+        run_workers(self._workers(), world.stop, watch)
         hear()  # both threads may have ended after the last look: the targets must not wait for a word that never comes
+
+    def _workers(self) -> list[Worker]:
+        """The drafter's thread and its producer's, or one for both in turns."""
+        world, producer, (loop,), (ring,) = self._world, self._producer, self.team.drafters, self.team.rings
+        if self.team.placement.joint:
+            both = joint_loop(producer, loop, world.stop)
+            name = f"worker {world.roles.index}"
+            return [Worker(name=name, device=world.device, stream=self._stream, loop=both)]
+        plan = loop.plan
+        numbers = (plan.batch_number(sequence) for sequence in range(loop.next_sequence, plan.num_sequences()))
+        device = self.team.placement.targets[0]
+        return [
+            Worker(
+                name=producer.clock.name,
+                device=device,
+                stream=make_stream(device),
+                loop=lambda: run_producer(producer, numbers, [ring], world.stop),
+            ),
+            Worker(name=loop.clock.name, device=world.device, stream=self._stream, loop=loop.run),
+        ]
 
 
 def _settle(world: World) -> None:

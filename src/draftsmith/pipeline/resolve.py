@@ -67,7 +67,7 @@ def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choice
     """
     small = facts.hidden_size < SMALL_WIDTH
     width = f"target width {facts.hidden_size:,}"
-    layers = (2 if small else 5) if options.layers == "auto" else options.layers
+    layers = _num_layers(options, facts)
     choices.note("layers", layers, width if options.layers == "auto" else "given")
     block = (8 if small else 16) if options.block_size == "auto" else options.block_size
     choices.note("block size", block, width if options.block_size == "auto" else "given")
@@ -104,6 +104,17 @@ def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choice
             head_dim=facts.head_dim, theta=facts.rope_theta, scaling=scaling, max_positions=facts.max_positions
         ),
     )
+
+
+def _num_layers(options: DrafterOptions, facts: TargetFacts) -> int:
+    if options.layers != "auto":
+        return options.layers
+    return 2 if facts.hidden_size < SMALL_WIDTH else 5
+
+
+def start_layers(options: DrafterOptions, facts: TargetFacts) -> int:
+    """How many of the target's layers a fresh drafter starts from."""
+    return 0 if options.init_from or options.init == "random" else _num_layers(options, facts)
 
 
 def _check_mask_token(mask: int, facts: TargetFacts) -> None:

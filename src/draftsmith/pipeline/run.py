@@ -153,7 +153,7 @@ def train(config: RunConfig, console: Console) -> RunResult:
     started = time.perf_counter()
     if config.pipeline.threads:
         torch.set_num_threads(config.pipeline.threads)
-    world = join_world(config.pipeline)
+    world = join_world(config.pipeline, reads_features=bool(config.data.features))
     if world is None:
         run = claim_folder(Path(config.out), resume=config.resume)
         inputs = load_inputs(config, run, console)
@@ -203,7 +203,9 @@ def _train_in_ranks(world: World, config: RunConfig, console: Console) -> RunRes
             inputs = load_together(world, config, run, console)
             stage = replace(prepare_stage(config, run, inputs, console), stop=world.stop)
             if world.roles.is_chief:
-                result = _lead(stage, RemoteYardstick(stage, world), ChiefCrew(world))
+                is_remote = world.roles.feed == "targets"
+                yardstick = RemoteYardstick(stage, world) if is_remote else _yardstick(stage)
+                result = _lead(stage, yardstick, ChiefCrew(world))
             else:
                 result = _help(stage, world)
             world.meet("done")

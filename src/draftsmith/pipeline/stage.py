@@ -30,12 +30,14 @@ from draftsmith.pipeline.resolve import (
     resolve_draws,
     resolve_loss,
     resolve_step,
+    start_layers,
 )
 from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import Origin, StoreIndex, index_of, read_index
 from draftsmith.records import BatchShape
 from draftsmith.target.compute import check_fp8_device, slow_fallback
+from draftsmith.target.light import load_light_target
 from draftsmith.target.model import Target, TargetConfig, load_target
 from draftsmith.train.build import StateSpec
 from draftsmith.train.checkpoint import CheckpointConfig, RunRecord
@@ -65,6 +67,10 @@ class RunConfig:
     """Continue the run in `out` from its newest checkpoint (the command line's --resume RUN)."""
     allow_changed: tuple[str, ...] = ()
     """With --resume: parts that may differ from the checkpoint (data, target, mask-token, architecture, objective)."""
+
+    def __post_init__(self) -> None:
+        if self.data.features and self.pipeline.colocate:
+            raise ConfigError("with --features no target runs, so there is nothing to colocate: drop --colocate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,29 +133,41 @@ class Stage:
         return index_of(self.shape, order.num_batches(0), origin)
 
 
+def measures(config: RunConfig) -> bool:
+    """Whether there is anything to measure drafters on, which takes a target that runs."""
+    return bool(config.measure.prompts or config.data.data)
+
+
 def load_inputs(
     config: RunConfig,
     run: Path | None,
     console: Console,
     placement: Placement | None = None,
     device: torch.device | None = None,
+    is_whole: bool = True,
 ) -> Inputs:
     """The target, the conversations and the features on disk that a configuration names.
 
-    `placement` and the target's `device` are chosen here unless a distributed run gives them.
+    `placement` and the target's `device` are chosen here unless a distributed run gives them. Where the target runs
+    neither for features nor to measure (not `is_whole`), it is loaded without its body.
     """
+    from_disk = bool(config.data.features)
     if placement is None:
-        placement = place(config.pipeline, reads_features=bool(config.data.features))
+        placement = place(config.pipeline, reads_features=from_disk)
+        is_whole = not from_disk or measures(config)
     with console.status(f"loading target {escape(config.target.target)}"):
         where = device or placement.targets[0]
-        if config.target.target_compute == "fp8":
+        if is_whole and config.target.target_compute == "fp8":
             check_fp8_device(where)
-        target = load_target(config.target, where)
+        if is_whole:
+            target = load_target(config.target, where)
+        else:
+            target = load_light_target(config.target, lambda facts: start_layers(config.drafter, facts))
     if (remark := slow_fallback(target.facts)) and where.type == "cuda":
         console.print(f"[yellow]{escape(remark)}[/yellow]")
     data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
-    store = (folder, read_index(folder)) if config.data.features else None
+    store = (folder, read_index(folder)) if from_disk else None
     return Inputs(placement=placement, target=target, data=data, store=store)
 
 

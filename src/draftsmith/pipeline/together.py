@@ -1,7 +1,8 @@
 """What the ranks of a distributed run agree on before, between and after training: folder, data, start, measures.
 
 The first drafter (the chief) owns the run's folder, which every host must see. It claims the folder, prepares the
-data, decides where to start; the others wait for its word. The first target measures drafters for it.
+data, decides where to start; the others wait for its word. The first target measures drafters for it; where no rank
+is a target alone, the chief has one itself.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from rich.console import Console
 from torch import Tensor
 
 from draftsmith.errors import CheckpointError, ConfigError
-from draftsmith.pipeline.assemble import Team
+from draftsmith.pipeline.assemble import Blueprint, Team, build_targets
+from draftsmith.pipeline.buffers import FeatureRing
 from draftsmith.pipeline.distributed import receive_weights, send_weights
-from draftsmith.pipeline.inputs import claim_folder
-from draftsmith.pipeline.ranks import DrafterRank, TargetRank, placement_of
+from draftsmith.pipeline.inputs import claim_folder, write_whole
+from draftsmith.pipeline.producing import Producer
+from draftsmith.pipeline.ranks import DrafterRank, Feeder, TargetRank, placement_of
 from draftsmith.pipeline.session import AfterStep, Requests, Signals, blueprint_of, continue_from
-from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, load_inputs
+from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, load_inputs, measures
+from draftsmith.pipeline.store import ShardReadLoop
 from draftsmith.pipeline.world import World
 from draftsmith.train.checkpoint import Checkpoint, checkpoint_folders, load_checkpoint
 
@@ -39,10 +43,13 @@ def claim_together(world: World, config: RunConfig) -> tuple[Path, RunConfig]:
 
     Raises:
         CheckpointError: the folder holds something else, or this host doesn't see it.
-        ConfigError: features from disk, which one process reads.
+        ConfigError: features to be captured first, which one process does.
     """
-    if config.data.features or config.data.cache_features:
-        raise ConfigError("features on disk are read by one process: start without torchrun, or drop --features")
+    if config.data.cache_features:
+        raise ConfigError(
+            "--cache-features captures in one process before training: run draftsmith capture --out F once, then "
+            "torchrun ... train --features F"
+        )
     out = Path(config.out)
     if world.roles.is_chief:
         mine = identity(world)
@@ -51,7 +58,7 @@ def claim_together(world: World, config: RunConfig) -> tuple[Path, RunConfig]:
         else:
             claim_folder(out, resume=config.resume)
             resume = config.resume
-        (out / LAUNCH).write_text(json.dumps(mine), encoding="utf-8")
+        write_whole(out / LAUNCH, json.dumps(mine))
         world.tell("claimed", "resume" if resume else "fresh")
     word = world.wait("claimed", "the first drafter to claim the run's folder").decode()
     if not (out / LAUNCH).exists():
@@ -80,19 +87,44 @@ def _is_same_launch(out: Path, mine: Mapping[str, Any], restarts: int) -> bool:
 def load_together(world: World, config: RunConfig, run: Path, console: Console) -> Inputs:
     """Target and data of this rank: the chief prepares the data first, the others take it from the run's folder.
 
-    A drafter's rank keeps the target on the host, for its embedding, head and last layers.
+    A rank that runs no target, not even to measure, has but the parts of it that a drafter shares and starts from.
     """
-    if not world.roles.is_chief:
+    roles = world.roles
+    if not roles.is_chief:
         world.wait("prepared", "the first drafter to prepare the data")
+    runs_target = roles.is_target or roles.feed == "joint"
     dtype = config.target.dtype
-    if world.device.type == "cuda" and dtype == "auto":
+    # As the run's targets have it. Features on disk are as they are, and a target beside them stays on the host.
+    if world.device.type == "cuda" and dtype == "auto" and roles.feed != "disk":
         dtype = "bfloat16"
-    where = world.device if world.roles.is_target else torch.device("cpu")
     ranked = replace(config, target=replace(config.target, dtype=dtype))
-    inputs = load_inputs(ranked, run, console, placement_of(world), where)
-    if world.roles.is_chief:
+    is_whole = runs_target or (roles.feed == "disk" and roles.is_chief and measures(config))
+    where = world.device if runs_target else torch.device("cpu")
+    inputs = load_inputs(ranked, run, console, placement_of(world), where, is_whole)
+    if roles.is_chief:
         world.tell("prepared")
     return inputs
+
+
+def feeder_of(world: World, stage: Stage, plan: Blueprint) -> Feeder | None:
+    """What fills the ring of this rank's drafter: shards on disk, its own target, or (None) the target ranks."""
+    roles = world.roles
+    if roles.feed == "targets":
+        return None
+
+    def feed(ring: FeatureRing) -> Producer:
+        # Of all batches this rank makes its drafter's only, so the other drafters' rings are never asked for.
+        rings = [ring] * roles.num_drafters
+        if stage.inputs.store is not None:
+            folder, index = stage.inputs.store
+            return ShardReadLoop(f"reader {roles.index}", folder, index, rings, plan.seed)
+        data, order = stage.inputs.data, stage.order()
+        assert data is not None
+        assert order is not None
+        (producer,) = build_targets(plan, [stage.target], data.train, order, rings, first=roles.index)
+        return producer
+
+    return feed
 
 
 class ChiefCrew:
@@ -108,8 +140,9 @@ class ChiefCrew:
         return self._world.signals
 
     def build(self, stage: Stage, after_step: AfterStep) -> Team:
-        """The drafter of this process, with stand-ins for the targets."""
-        self._rank = DrafterRank(self._world, blueprint_of(stage), after_step)
+        """The drafter of this process, with what fills its ring or stand-ins for it."""
+        plan = blueprint_of(stage)
+        self._rank = DrafterRank(self._world, plan, after_step, feeder_of(self._world, stage, plan))
         return self._rank.team
 
     def start(self, team: Team, checkpoint: Checkpoint | None) -> None:
@@ -125,13 +158,17 @@ class ChiefCrew:
 
 def run_drafter_rank(world: World, stage: Stage) -> int:
     """Every drafter but the first: train along; the steps done."""
-    rank = DrafterRank(world, blueprint_of(stage), _untold)
+    plan = blueprint_of(stage)
+    rank = DrafterRank(world, plan, _untold, feeder_of(world, stage, plan))
     (loop,) = rank.team.drafters
     start = json.loads(world.wait("start", "the first drafter to be built"))
     if start["checkpoint"]:
         continue_from(loop, load_checkpoint(Path(start["checkpoint"])))
-    with Signals(world.signals, stage.console):
-        rank.run()
+    try:
+        with Signals(world.signals, stage.console):
+            rank.run()
+    finally:
+        rank.team.close()
     return loop.step
 
 

@@ -1,7 +1,8 @@
 """The processes of a distributed run: who is who, what they tell each other, and how they end.
 
 torchrun starts them and says through RANK, WORLD_SIZE and LOCAL_RANK which one this is; ranks 0 .. targets - 1 run the
-frozen target, the others train. All coordination goes through the key-value store that torchrun keeps: every wait polls
+frozen target, the others train. Where features come from disk, or every process runs a target of its own, all train and
+nothing but gradients travels. All coordination goes through the key-value store that torchrun keeps: every wait polls
 it, so every wait ends with a failure elsewhere, and no signal handler ever stands behind a blocked call.
 
 torchrun sends SIGTERM to the survivors when a rank dies, and also when a person ends the run. They are told apart by
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import distributed as dist
@@ -31,6 +32,8 @@ LONG_SECONDS = 12 * 3600.0
 """Limit of waits for another rank's preparation: data, compiling, an evaluation."""
 ANSWER_SECONDS = 5.0
 """How long a rank may take to answer that it lives."""
+Feed = Literal["targets", "disk", "joint"]
+"""Where a drafter's batches come from: target ranks, shards on disk, or a target beside it in its own process."""
 
 
 class PeerError(DraftsmithError, RuntimeError):
@@ -49,6 +52,7 @@ class Roles:
     local_rank: int
     num_targets: int
     num_drafters: int
+    feed: Feed = "targets"
 
     @property
     def size(self) -> int:
@@ -72,15 +76,23 @@ class Roles:
         return f"target {rank}" if rank < self.num_targets else f"drafter {rank - self.num_targets}"
 
 
-def assign_roles(config: PipelineConfig, rank: int, local_rank: int, size: int) -> Roles:
-    """Split `size` ranks as asked; auto gives two of seven to the drafters.
+def assign_roles(
+    config: PipelineConfig, rank: int, local_rank: int, size: int, *, reads_features: bool = False
+) -> Roles:
+    """Split `size` ranks as asked; auto gives two of seven to the drafters. Without target ranks all are drafters.
 
     Raises:
         ConfigError: the numbers don't add up to the ranks that torchrun started, or a role is missing.
     """
-    if config.colocate:
-        raise ConfigError("--colocate runs both roles in one process: start without torchrun, or drop --colocate")
     drafters, targets = config.drafters, config.targets
+    if reads_features or config.colocate:
+        if targets != "auto" or drafters not in ("auto", size):
+            raise ConfigError(
+                f"with --features every one of the {size} ranks trains: drop --targets, and --drafters or set it to "
+                f"{size}"
+            )
+        feed = "disk" if reads_features else "joint"
+        return Roles(rank=rank, local_rank=local_rank, num_targets=0, num_drafters=size, feed=feed)
     if drafters == "auto":
         drafters = size - targets if targets != "auto" else max(1, round(size * 2 / 7))
     if targets == "auto":
@@ -287,8 +299,12 @@ def pauses() -> Iterator[float]:
         pause = min(0.02, pause * 1.5)
 
 
-def join_world(config: PipelineConfig) -> World | None:
+def join_world(config: PipelineConfig, *, reads_features: bool = False) -> World | None:
     """Join the ranks that torchrun started; None for a run in one process.
+
+    Args:
+        config: the roles asked for, and how long to wait.
+        reads_features: whether features come from disk, so that no rank runs a target.
 
     Raises:
         ConfigError: --channel distributed without torchrun, or ranks that don't match the roles.
@@ -301,7 +317,7 @@ def join_world(config: PipelineConfig) -> World | None:
             "--channel distributed needs torchrun: torchrun --nproc-per-node N -m draftsmith train ..., one rank per "
             "worker, 2 or more"
         )
-    roles = assign_roles(config, launch.rank, launch.local_rank, launch.size)
+    roles = assign_roles(config, launch.rank, launch.local_rank, launch.size, reads_features=reads_features)
     timeout = timedelta(seconds=config.stall_seconds)
     meet = cast(Callable[..., Iterator[Any]], rendezvous)
     store: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
