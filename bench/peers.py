@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from common import SHAPES, Shape, documents, fill, make_state, matrix_rate, step_flops
-from rivals import RivalMissing, SpecForge, SpecForgeSettings, Speculators, SpeculatorsSettings, rows_of
+from rivals import SpecForge, SpecForgeSettings, Speculators, SpeculatorsSettings, rows_of
 from step import Runner, measure
 from torch import Tensor
 
@@ -203,8 +203,9 @@ def run_row(row: Row, shape: Shape, rate: float | None) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         result: dict[str, Any] = dict(timed(step, distilled(own) if row.teacher else own))
-    except (RivalMissing, torch.OutOfMemoryError) as error:
-        return {"left_out": str(error).splitlines()[0]}
+    except RuntimeError as error:  # absent, out of memory, or a rival's own failure on this version of torch
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return {"left_out": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
     result |= {"tokens": own.num_tokens, "anchors": own.num_anchors, "start_seconds": seconds}
     if rate is not None:
         result["share"] = result["tflops"] / rate

@@ -142,14 +142,28 @@ def drafter_weights(drafter: DrafterConfig, state: Mapping[str, Tensor]) -> dict
     return merge_weights({name: state[name].detach() for name in expected_shapes(drafter)})
 
 
+def unshare_configs(module: Any) -> None:
+    """Give each of its autotuned kernels a list of configurations of its own.
+
+    They share one list, which the compiler of torch 2.11 refuses as "already tracked for mutation": its compiled step
+    would not start.
+    """
+    for kernel in vars(module).values():
+        if isinstance(getattr(kernel, "configs", None), list):
+            kernel.configs = list(kernel.configs)
+
+
 class Speculators:
-    """speculators' DFlash model, loss, optimizers and schedule on one device."""
+    """speculators' DFlash model, loss, optimizers and schedule on one device.
+
+    `final_norm_H` is the weight of the verifier's final norm, None where batches hold states that are normed already.
+    """
 
     def __init__(
         self,
         drafter: DrafterConfig,
         ends: FrozenEnds,
-        final_norm_H: Tensor,
+        final_norm_H: Tensor | None,
         settings: SpeculatorsSettings,
         total_steps: int,
     ) -> None:
@@ -158,6 +172,8 @@ class Speculators:
         losses = load("speculators", "speculators.losses")
         self.drafter, self.settings, self.device = drafter, settings, ends.head_VH.device
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            unshare_configs(load("speculators", "speculators.losses.fused"))
         config = config_class(
             transformer_layer_config=qwen3_config(drafter, "simple_flex_attention" if on_gpu else "eager"),
             draft_vocab_size=drafter.vocab_size,
@@ -172,7 +188,10 @@ class Speculators:
             self.model.embed_tokens.weight.copy_(ends.embedding_VH)
             self.model.lm_head.weight.copy_(ends.head_VH)
             self.model.verifier_lm_head.weight.copy_(ends.head_VH)
-            self.model.verifier_norm.weight.copy_(final_norm_H)
+            if final_norm_H is not None:
+                self.model.verifier_norm.weight.copy_(final_norm_H)
+        if final_norm_H is None:
+            self.model.verifier_norm = nn.Identity()
         if not settings.teacher:
             rows = settings.max_anchors * drafter.block_size
             self.model.verifier_lm_head = GivenLogits(rows, drafter.vocab_size, self.device)
@@ -201,10 +220,7 @@ class Speculators:
         return optimizers, [get_linear_schedule_with_warmup(each, warmup, total_steps) for each in optimizers]
 
     def inputs(self, batch: FeatureBatch) -> dict[str, Tensor]:
-        """What its loader would collate: every tensor with a batch dimension of 1, padding as document -1.
-
-        `batch.last_hidden_TH` is the target's last hidden state before its final norm, which the model applies itself.
-        """
+        """What its loader would collate: every tensor with a batch dimension of 1, padding as document -1."""
         assert batch.last_hidden_TH is not None, "speculators reads the verifier's last hidden states"
         layout = document_layout(batch.lengths_D, batch.shape.num_tokens)
         return {
