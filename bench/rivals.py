@@ -142,15 +142,15 @@ def drafter_weights(drafter: DrafterConfig, state: Mapping[str, Tensor]) -> dict
     return merge_weights({name: state[name].detach() for name in expected_shapes(drafter)})
 
 
-def unshare_configs(module: Any) -> None:
-    """Give each of its autotuned kernels a list of configurations of its own.
+def leave_uncompiled(module: Any) -> None:
+    """Call its fused losses from between compiled pieces of its step instead of inside one.
 
-    They share one list, which the compiler of torch 2.11 refuses as "already tracked for mutation": its compiled step
-    would not start.
+    Their two autotuned kernels share one list of configurations, which the compiler of torch 2.11 refuses as "already
+    tracked for mutation"; its step would not start. The same kernels run either way.
     """
-    for kernel in vars(module).values():
-        if isinstance(getattr(kernel, "configs", None), list):
-            kernel.configs = list(kernel.configs)
+    for name, function in list(vars(module).items()):
+        if name.startswith("fused_"):
+            setattr(module, name, torch.compiler.disable(function))
 
 
 class Speculators:
@@ -173,7 +173,7 @@ class Speculators:
         self.drafter, self.settings, self.device = drafter, settings, ends.head_VH.device
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            unshare_configs(load("speculators", "speculators.losses.fused"))
+            leave_uncompiled(load("speculators", "speculators.losses.fused"))
         config = config_class(
             transformer_layer_config=qwen3_config(drafter, "simple_flex_attention" if on_gpu else "eager"),
             draft_vocab_size=drafter.vocab_size,
