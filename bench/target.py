@@ -35,6 +35,7 @@ from draftsmith.target.compute import (
     check_fp8_device,
     layer_kinds,
     quantise_rowwise,
+    retune_linear_attention,
     slow_fallback,
     to_fp8,
     uncompiled,
@@ -202,6 +203,8 @@ def main() -> None:
     started = time.perf_counter()
     bench = build(arguments, device)
     print(f"{bench.target.facts.num_layers} layers, taps {bench.taps}, {time.perf_counter() - started:.0f} s to make")
+    if retuned := retune_linear_attention():
+        print(f"{retuned} linear-attention kernels tune themselves at the first full forward", flush=True)
     rate = matrix_rate(2.0) if on_gpu else None
     result: dict[str, Any] = {
         "target": arguments.target,

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-COLD, WARM, LIMIT_SECONDS = 20, 100, 140.0
+COLD, WARM, LIMIT_SECONDS = 20, 100, 240.0
 TARGETS, DRAFTERS, STEPS = 5, 2, 20
 ROOT = Path(__file__).parents[2]
 

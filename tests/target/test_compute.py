@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -151,6 +152,39 @@ def test_slow_fallback_names_the_package_of_a_hybrid_target() -> None:
     mamba = replace(hybrid, model_type="falcon_h1")
     assert "pip install mamba-ssm" in slow_fallback(mamba, lambda _name: False)
     assert "flash-linear-attention" in slow_fallback(hybrid) or compute.is_installed("fla")
+
+
+class Tuner:
+    """The face of Triton's Autotuner that matters."""
+
+    def __init__(self, **chosen: str) -> None:
+        self.cache = dict(chosen)
+        self.cache_results = True
+
+
+class Wrapper:
+    """Triton's Heuristics around a kernel."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+
+def test_kernels_forget_what_they_tuned_on_the_probe() -> None:
+    bare, wrapped, twice, fresh = Tuner(a="x"), Tuner(b="y", c="z"), Tuner(d="w"), Tuner()
+    one, other = ModuleType("fla.one"), ModuleType("fla.other")
+    vars(one).update(bare=bare, wrapped=Wrapper(wrapped), twice=Wrapper(Wrapper(twice)), number=3)
+    vars(other).update(again=bare, fresh=fresh)
+    assert compute.forget_tuning([one, other], Tuner, Wrapper) == 3
+    assert [tuner.cache for tuner in (bare, wrapped, twice, fresh)] == [{}] * 4
+    # What it remembers on the disk would come back otherwise.
+    assert [tuner.cache_results for tuner in (bare, wrapped, twice, fresh)] == [False, False, False, True]
+    assert compute.forget_tuning([one, other], Tuner, Wrapper) == 0
+
+
+def test_warm_up_begins_with_the_largest_shape() -> None:
+    """Linear-attention kernels tune at their first call and keep that choice for every size."""
+    report = warm_up(fresh_target("qwen3"), TAPS[-1], [(1, 6), (4, 8), (2, 9)], backend="eager")
+    assert list(report.seconds) == [(4, 8), (2, 9), (1, 6)]
 
 
 def test_rowwise_quantisation_scales_each_row_to_the_full_range() -> None:

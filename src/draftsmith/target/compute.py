@@ -6,12 +6,16 @@ torch's compiler settings hold for the thread that sets them (they are context v
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import logging
+import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -99,15 +103,47 @@ class WarmUp:
     """Why the layers didn't compile as one graph each; "" where they did."""
 
 
+@functools.cache
+def retune_linear_attention() -> int:
+    """Let kernels of flash-linear-attention tune themselves anew, once a process; how many forget what they had.
+
+    They tune at their first call and keep the choice whatever the number of tokens, on the disk too. That first call
+    is the probe of a few tokens that a target is loaded with, where all choices take the time of a launch.
+    """
+    loaded = [module for name, module in sys.modules.items() if name.split(".")[0] == "fla"]
+    if not loaded:
+        return 0
+    autotuner: Any = importlib.import_module("triton.runtime.autotuner")
+    return forget_tuning(loaded, autotuner.Autotuner, autotuner.Heuristics)
+
+
+def forget_tuning(modules: Iterable[ModuleType], tuner: type, wrapper: type) -> int:
+    """Empty the caches of each `tuner` in `modules`, also inside a `wrapper`; how many had chosen something."""
+    tuners: dict[int, Any] = {}
+    for module in modules:
+        for kernel in list(vars(module).values()):
+            while isinstance(kernel, wrapper):
+                kernel = kernel.fn
+            if isinstance(kernel, tuner):
+                tuners[id(kernel)] = kernel
+    tuned = [kernel for kernel in tuners.values() if kernel.cache]
+    for kernel in tuned:
+        kernel.cache.clear()
+        kernel.cache_results = False
+    return len(tuned)
+
+
 @torch.no_grad()
 def warm_up(
     target: Target, last_tap: int | None, shapes: Sequence[tuple[int, int]], *, backend: str = "inductor"
 ) -> WarmUp:
-    """Compile and run each (rows, length) once, cut after `last_tap` (None runs all layers).
+    """Compile and run each (rows, length) once, the largest first, cut after `last_tap` (None runs all layers).
 
     One device after another, before worker threads start: tracing isn't safe in several threads at once. Layers that
     can't compile whole are compiled in pieces, and the report says why.
     """
+    retune_linear_attention()
+    shapes = sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)  # kernels tune at the largest
     compile_layers(target, backend=backend)
     breaks = ""
     try:
