@@ -2,7 +2,8 @@
 
     python bench/target.py qwen3-8b                       eager, compiled and fp8 at [24, 2048] and [6, 8192]
     python bench/target.py qwen3.6-27b --layers 16        the hybrid shape, as many layers as are worth the time
-    python bench/target.py qwen3-8b --sdpa cudnn          the same with another attention kernel
+    python bench/target.py qwen3.6-27b --conv library     the same with transformers' own short convolution
+    python bench/target.py qwen3-8b --sdpa cudnn          another attention kernel
 
 One CUDA GPU, random weights made on it from the packaged config, cut after the last tap, hooks writing every feature.
 TFLOP/s are model FLOPs: 2 x tokens x weights of the products in layers 0 to the last tap (attention scores, norms,
@@ -28,6 +29,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftsmith.records import Document
+from draftsmith.target import compute
 from draftsmith.target.bundled import config_folder
 from draftsmith.target.capture import HookCapture, run_backbone
 from draftsmith.target.compute import (
@@ -194,10 +196,13 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[f"{rows}x{length}" for rows, length in SHAPES])
     parser.add_argument("--layers", type=int, help="layers of the target; 0 leaves all of its config")
     parser.add_argument("--runs", type=int, default=6)
+    parser.add_argument("--conv", choices=["fused", "library"], default="fused", help="of compiled linear attention")
     parser.add_argument("--sdpa", choices=["default", *SDPA], default="default")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
+    if arguments.conv == "library":
+        compute.fuse_convolutions = lambda _target: 0
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
@@ -211,6 +216,7 @@ def main() -> None:
         "layers": bench.target.facts.num_layers,
         "taps": bench.taps,
         "sdpa": arguments.sdpa,
+        "conv": arguments.conv,
         "formula": "2 x tokens x weights of products in layers 0 .. last tap",
         "weights": bench.weights,
         "matrix_rate": rate,
