@@ -51,5 +51,7 @@ def test_the_27b_recipe_holds_the_stated_shape() -> None:
         2048,
         1,
     )
+    heads = (config.drafter.num_heads, config.drafter.num_kv_heads, config.drafter.head_dim)
+    assert heads == (32, 8, 128)
     assert config.batch.labels_per_token == 2.5
     assert (config.pipeline.targets, config.pipeline.drafters) == (5, 2)

@@ -8,7 +8,9 @@ import pytest
 
 from draftsmith.cli.plan import PlanCommand, configure_plan, job_of, plan, plan_of, plan_toml
 from draftsmith.cli.train import configure
+from draftsmith.config import build_config, merge
 from draftsmith.errors import ConfigError
+from draftsmith.plan.workload import drafter_parameters
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HARDWARE = {
@@ -37,6 +39,7 @@ def test_the_27b_recipe_is_the_reference_shape() -> None:
     job = job_of(configure_plan(["--recipe", str(RECIPES / "qwen3.6-27b-5t2d.toml"), "--hardware", "7x96GB"]))
     assert (job.shape.num_tokens, job.num_anchors, job.drafter.block_size) == (49_152, 1024, 16)
     assert job.drafter.taps == (1, 16, 31, 46, 61)
+    assert drafter_parameters(job.drafter) == pytest.approx(1.73e9, rel=0.001)
     assert job.target.total == pytest.approx(26.9e9, rel=0.01)
 
 
@@ -69,6 +72,27 @@ def test_a_plan_lies_over_the_recipe_it_was_made_from(tmp_path: Path) -> None:
     recipe = str(RECIPES / "qwen3-8b-1gpu.toml")
     config, _ = configure(["--recipe", recipe, "--plan", str(saved)], "train", "")
     assert (config.batch.anchors, config.batch.accumulation) == (64, 4)
+
+
+def test_the_saved_plan_has_the_drafter_that_was_planned(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.toml"
+    sizes = ["--num-heads", "16", "--num-kv-heads", "4", "--head-dim", "64", "--intermediate-size", "4096"]
+    arguments = ["--target", "configs/qwen3-8b", *sizes, "--init", "random", "--hardware", "h200", "--save", str(saved)]
+    assert plan(arguments) == 0
+    smaller, usual = (drafter_parameters(job_of(configure_plan(each)).drafter) for each in (arguments, arguments[:2]))
+    # Five layers of 4096 x (2 x 1024 + 2 x 256 + 3 x 4096), fc of five taps, norms of heads, layers and context.
+    assert smaller == 5 * (4096 * 14_848 + 2 * 4096 + 2 * 64) + 5 * 4096**2 + 2 * 4096
+    assert usual > smaller
+    options = configure(["--plan", str(saved), "--data", "x.jsonl"], "train", "")[0].drafter
+    assert (options.num_heads, options.num_kv_heads, options.head_dim, options.intermediate_size) == (16, 4, 64, 4096)
+    assert (options.init, options.rope) == ("random", "target")
+
+
+def test_a_plan_of_an_existing_drafter_leaves_it_its_architecture() -> None:
+    command = configure_plan(["--recipe", str(RECIPES / "adapt-stock-drafter.toml"), "--hardware", "h100"])
+    tables = tomllib.loads(plan_toml(command, plan_of(command)))
+    assert tables["drafter"] == {"init_from": "z-lab/Qwen3-8B-DFlash-b16"}
+    build_config(merge(tables, {"data": {"data": "x.jsonl"}}), "the plan")
 
 
 def test_one_gpu_is_saved_without_roles() -> None:

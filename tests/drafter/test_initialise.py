@@ -195,6 +195,33 @@ def test_other_widths_keep_their_random_start(changes: dict[str, Any], words: st
     assert torch.equal(layer_of(drafter, 1).state_dict()[part], fresh[part])
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "part", "keys_copied"),
+    [
+        # A gated projection holds twice its heads' rows, as many as 8 plain heads of this width.
+        ("qwen3_5", {"num_heads": 8}, "self_attn.q_proj", True),
+        # 4 + 2 + 2 heads in one matrix are as many rows as 6 + 1 + 1.
+        ("phi3", {"num_heads": 6, "num_kv_heads": 1}, "self_attn.q_proj", False),
+    ],
+)
+def test_queries_of_other_heads_are_not_taken_over_though_their_matrix_fits(
+    family: str, changes: dict[str, Any], part: str, keys_copied: bool
+) -> None:
+    model, drafter, report = started(family, **changes)
+    fresh, ours = layer_of(drafter_for(model, **changes), 1).state_dict(), layer_of(drafter, 1).state_dict()
+    theirs = dict(text_model(model).layers[-1].self_attn.named_parameters())
+    tall = theirs["qkv_proj.weight"] if family == "phi3" else theirs["q_proj.weight"]
+    rows = ours["self_attn.q_proj.weight"].shape[0]
+    assert tall.shape[0] == (rows + ours["self_attn.kv_proj.weight"].shape[0] if family == "phi3" else rows)
+    assert torch.equal(ours[f"{part}.weight"], fresh[f"{part}.weight"])
+    assert re.search(
+        rf"not copied: {part}: the target's heads are \d+ wide together, the drafter's {rows}", joined(report)
+    )
+    assert torch.equal(ours["self_attn.kv_proj.weight"], fresh["self_attn.kv_proj.weight"]) is not keys_copied
+    assert torch.equal(ours["self_attn.o_proj.weight"], fresh["self_attn.o_proj.weight"])
+    assert any(line.startswith("copied: mlp.gate_up_proj") for line in report.lines())
+
+
 def test_layers_of_another_build_are_explained() -> None:
     """Phi: LayerNorms, `dense` instead of `o_proj`, a plain MLP, one norm for both branches."""
     model = tiny_model("phi")

@@ -76,6 +76,21 @@ def test_the_dflash_package_computes_the_same(
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_heads_of_other_sizes_than_the_targets_are_exported(tmp_path: Path) -> None:
+    facts = tiny_target("qwen3").facts
+    rope = RopeConfig(head_dim=8, theta=THETA, scaling=YARN, max_positions=256)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "intermediate_size": 40, "rope": rope}
+    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) != (6, 3, 8)
+    config = drafter_config(tiny_target("qwen3"), **sizes)
+    drafter = random_drafter(config)
+    folder = export_zlab(drafter, None, info_of(), tmp_path / "drafter", torch.float32)
+    values = read_json(folder / "config.json")
+    assert [values[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")] == [6, 3, 8]
+    assert values["intermediate_size"] == 40
+    assert load_zlab(str(folder))[0] == config
+    torch.testing.assert_close(probe_output(drafter), dflash_output(folder, Probe.of(config)), rtol=1e-5, atol=1e-5)
+
+
 def test_the_config_states_everything_at_every_place(tmp_path: Path) -> None:
     values = read_json(exported(tmp_path, dtype=torch.bfloat16) / "config.json")
     facts = tiny_target("qwen3").facts

@@ -60,6 +60,29 @@ def test_what_is_given_wins() -> None:
     assert made(choices)["taps"] == ("[0, 2]", "given")
 
 
+def test_heads_are_the_targets_or_those_given() -> None:
+    choices = Choices()
+    targets = resolve_drafter(DrafterOptions(), WIDE, choices)
+    assert (targets.num_heads, targets.num_kv_heads) == (WIDE.num_heads, WIDE.num_kv_heads)
+    assert (targets.head_dim, targets.intermediate_size) == (WIDE.head_dim, WIDE.intermediate_size)
+    assert made(choices)["heads"][1] == "as the target's"
+    assert "MLP width" not in made(choices)
+    choices = Choices()
+    options = DrafterOptions(num_heads=32, num_kv_heads=8, head_dim=WIDE.head_dim * 2, intermediate_size=96)
+    own = resolve_drafter(options, WIDE, choices)
+    assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (32, 8, 96)
+    assert own.head_dim == own.rope.head_dim == WIDE.head_dim * 2
+    assert made(choices)["heads"] == (f"32 x {own.head_dim}, 8 for keys", "given")
+    assert made(choices)["MLP width"] == ("96", "given")
+
+
+def test_heads_that_cant_be_shared_or_rotated_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give --num-kv-heads a divisor of --num-heads"):
+        resolve_drafter(DrafterOptions(num_heads=6, num_kv_heads=4), FACTS, Choices())
+    with pytest.raises(ConfigError, match="--head-dim 15 is odd"):
+        resolve_drafter(DrafterOptions(head_dim=15), FACTS, Choices())
+
+
 def test_C18_the_mask_token_is_a_reserved_id_never_eos() -> None:
     drafter = resolve_drafter(DrafterOptions(), FACTS, Choices())
     assert drafter.mask_token_id == FACTS.reserved_token_ids[0]

@@ -43,6 +43,20 @@ def test_a_run_trains_measures_and_exports(config: RunConfig, tmp_path: Path) ->
     assert text.count("What this run uses, and why") == 1
 
 
+def test_a_run_of_a_drafter_with_heads_of_its_own(config: RunConfig, tmp_path: Path) -> None:
+    own = replace(config.drafter, num_heads=6, num_kv_heads=3, head_dim=8, intermediate_size=40)
+    console = Console(file=io.StringIO(), width=200)
+    result = train(replace(config, out=str(tmp_path / "run"), drafter=own), console)
+    assert result.steps == 8
+    served, _ = load_zlab(str(result.drafter))
+    assert (served.num_heads, served.num_kv_heads, served.head_dim, served.rope.head_dim) == (6, 3, 8, 8)
+    assert served.intermediate_size == 40
+    assert result.after is not None
+    text = console.file.getvalue()
+    assert "6 x 8, 3 for keys" in text
+    assert "not copied: self_attn: heads of 16 in the target, of 8 in the drafter" in text
+
+
 def test_a_run_with_nothing_held_out_is_not_measured(config: RunConfig, tmp_path: Path) -> None:
     unmeasured = replace(config, out=str(tmp_path / "run"), data=replace(config.data, hold_out=0))
     result = train(replace(unmeasured, batch=replace(config.batch, max_steps=2)), quiet())

@@ -16,6 +16,12 @@ from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptio
         (DrafterOptions, {"layers": 0}, "--layers 0"),
         (DrafterOptions, {"sliding_window": -1}, "--sliding-window"),
         (DrafterOptions, {"full_layers": -1}, "--full-layers"),
+        (DrafterOptions, {"num_heads": 0}, "--num-heads 0 is not 1 or more; leave it out to take the target's"),
+        (DrafterOptions, {"num_kv_heads": -2}, "--num-kv-heads -2"),
+        (DrafterOptions, {"head_dim": 0}, "--head-dim 0"),
+        (DrafterOptions, {"intermediate_size": 0}, "--intermediate-size 0"),
+        (DrafterOptions, {"init_from": "d", "layers": 3, "head_dim": 64}, "of d as it is: drop --layers, --head-dim"),
+        (DrafterOptions, {"init_from": "d", "init": "random"}, "drop --init$"),
         (BatchOptions, {"labels_per_token": 0}, "--labels-per-token 0"),
         (BatchOptions, {"accumulation": 0}, "--accumulation 0"),
         (BatchOptions, {"epochs": 0}, "--epochs"),
@@ -43,4 +49,5 @@ def test_refuses(kind: Any, options: dict[str, Any], message: str) -> None:
 def test_defaults_are_fine() -> None:
     for kind in (DrafterOptions, BatchOptions, PipelineConfig, MeasureOptions):
         kind()
+    DrafterOptions(init_from="drafter")
     DataOptions(data="chats.jsonl")

@@ -202,11 +202,7 @@ target = "{run.target.target}"
 target_compute = "{run.target.target_compute}"
 {data}
 [drafter]
-layers = {job.drafter.num_layers}
-block_size = {job.drafter.block_size}
-taps = {list(job.drafter.taps)}
-sliding_window = {job.drafter.sliding_window}
-full_layers = {run.drafter.full_layers}
+{_drafter_toml(run, job)}
 
 [loss]
 loss = "{run.loss.loss}"
@@ -222,3 +218,21 @@ epochs = {float(job.epochs)}
 [pipeline]
 {roles}
 """
+
+
+def _drafter_toml(run: RunConfig, job: Job) -> str:
+    """The architecture, or the drafter whose architecture it is."""
+    drafter = job.drafter
+    if run.drafter.init_from:
+        return f'init_from = "{run.drafter.init_from}"'
+    return f"""layers = {drafter.num_layers}
+num_heads = {drafter.num_heads}
+num_kv_heads = {drafter.num_kv_heads}
+head_dim = {drafter.head_dim}
+intermediate_size = {drafter.intermediate_size}
+block_size = {drafter.block_size}
+taps = {list(drafter.taps)}
+sliding_window = {drafter.sliding_window}
+full_layers = {run.drafter.full_layers}
+init = "{run.drafter.init}"
+rope = "{run.drafter.rope}\""""

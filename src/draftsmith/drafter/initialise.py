@@ -191,6 +191,9 @@ def _copy_attention(
     H, query_rows, key_rows = config.hidden_size, config.num_heads * config.head_dim, ours.kv_proj.out_features // 2
     if "qkv_proj" in theirs:
         fused, problem = _weight(theirs, "qkv_proj", (query_rows + 2 * key_rows, H))
+        # As many rows in all may be split otherwise among queries, keys and values.
+        problem = problem or _other_heads(theirs, query_rows)
+        fused = fused if problem is None else None
         for part in ("self_attn.q_proj", "self_attn.kv_proj"):
             notes.take(index, part, problem)
         if fused is not None:
@@ -212,12 +215,24 @@ def _copy_attention(
     _note_biases(children["self_attn"], "self_attn", notes, index)
 
 
+def _other_heads(theirs: dict[str, nn.Module], rows: int) -> str | None:
+    """Why queries can't be taken over though their matrix fits: the output projection reads another width."""
+    found = dict(theirs["o_proj"].named_parameters(recurse=False)).get("weight") if "o_proj" in theirs else None
+    if found is None or not found.is_floating_point() or found.ndim != 2 or found.shape[1] == rows:
+        return None
+    return f"the target's heads are {found.shape[1]} wide together, the drafter's {rows}"
+
+
 def _copy_query(
     ours: Attention, theirs: dict[str, nn.Module], config: DrafterConfig, notes: _Notes, index: int
 ) -> None:
     """Query rows; of a gated projection, whose heads hold [query; gate], the query half of every head."""
     H, rows = config.hidden_size, config.num_heads * config.head_dim
     query, problem = _weight(theirs, "q_proj", (rows, H))
+    if query is not None:
+        # A gated projection is as tall as twice the heads would be.
+        problem = _other_heads(theirs, rows)
+        query = query if problem is None else None
     if query is None:
         gated, _ = _weight(theirs, "q_proj", (2 * rows, H))
         # Twice the heads would be as tall: gated only where the output projection still reads `rows`.

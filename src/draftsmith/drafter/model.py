@@ -49,7 +49,12 @@ class DrafterConfig:
         if self.block_size < 2:
             raise ConfigError(f"--block-size {self.block_size} drafts nothing; needed: 2 or more")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads} heads don't share {self.num_kv_heads} key heads evenly")
+            raise ConfigError(
+                f"{self.num_heads} heads don't share {self.num_kv_heads} key heads evenly: "
+                "give --num-kv-heads a divisor of --num-heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"--head-dim {self.head_dim} is odd, but positions rotate pairs: give an even one")
         if not self.layer_types or set(self.layer_types) - {FULL, SLIDING}:
             raise ConfigError(f"layer types {self.layer_types} are not one or more of {FULL}, {SLIDING}")
         if SLIDING in self.layer_types and self.sliding_window < self.block_size:

@@ -16,7 +16,7 @@ from draftsmith.drafter.model import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig, resolve_gamma
 from draftsmith.drafter.rope import RopeConfig, rope_kind
 from draftsmith.errors import ConfigError, DataError
-from draftsmith.pipeline.settings import BatchOptions, DrafterOptions, PipelineConfig
+from draftsmith.pipeline.settings import Auto, BatchOptions, DrafterOptions, PipelineConfig
 from draftsmith.records import BatchShape, TargetFacts
 from draftsmith.target.taps import check_taps, default_taps
 from draftsmith.train.step import StepConfig
@@ -83,15 +83,16 @@ def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choice
         choices.note("mask token", mask, "an embedding row that the tokenizer never emits")
     else:
         raise ConfigError(f"{facts.name} has no reserved token: name an id it never emits with --mask-token-id")
+    heads = _heads(options, facts, choices)
     full = min(options.full_layers, layers) if options.sliding_window else layers
     scaling = {} if options.rope == "plain" else dict(facts.rope_scaling)
     rope_kind(scaling)
     return DrafterConfig(
         hidden_size=facts.hidden_size,
-        intermediate_size=facts.intermediate_size,
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
+        intermediate_size=_or(options.intermediate_size, facts.intermediate_size),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         rms_norm_eps=facts.rms_norm_eps,
         layer_types=(SLIDING,) * (layers - full) + (FULL,) * full,
         sliding_window=options.sliding_window,
@@ -101,9 +102,35 @@ def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choice
         num_target_layers=facts.num_layers,
         vocab_size=facts.vocab_size,
         rope=RopeConfig(
-            head_dim=facts.head_dim, theta=facts.rope_theta, scaling=scaling, max_positions=facts.max_positions
+            head_dim=heads.head_dim, theta=facts.rope_theta, scaling=scaling, max_positions=facts.max_positions
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _heads(options: DrafterOptions, facts: TargetFacts, choices: Choices) -> _Heads:
+    """Sizes of the drafter's attention; those of its MLP are noted with them."""
+    heads = _Heads(
+        num_heads=_or(options.num_heads, facts.num_heads),
+        num_kv_heads=_or(options.num_kv_heads, facts.num_kv_heads),
+        head_dim=_or(options.head_dim, facts.head_dim),
+    )
+    is_own = {options.num_heads, options.num_kv_heads, options.head_dim} == {"auto"}
+    shown = f"{heads.num_heads} x {heads.head_dim}, {heads.num_kv_heads} for keys"
+    choices.note("heads", shown, "as the target's" if is_own else "given")
+    if options.intermediate_size != "auto":
+        choices.note("MLP width", options.intermediate_size, "given")
+    return heads
+
+
+def _or(size: int | Auto, targets: int) -> int:
+    return targets if size == "auto" else size
 
 
 def _num_layers(options: DrafterOptions, facts: TargetFacts) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from draftsmith.errors import ConfigError
@@ -16,6 +16,14 @@ class DrafterOptions:
 
     layers: int | Auto = "auto"
     """Drafter layers: auto is 5, or 2 for targets narrower than 1,024."""
+    num_heads: int | Auto = "auto"
+    """Query heads of a drafter layer: auto is the target's."""
+    num_kv_heads: int | Auto = "auto"
+    """Key and value heads of a drafter layer, a divisor of --num-heads: auto is the target's."""
+    head_dim: int | Auto = "auto"
+    """Width of a drafter's head: auto is the target's."""
+    intermediate_size: int | Auto = "auto"
+    """Width of a drafter's MLP: auto is the target's."""
     block_size: int | Auto = "auto"
     """Tokens a block holds, the known anchor included: auto is 16, or 8 for targets narrower than 1,024."""
     taps: tuple[int, ...] = ()
@@ -38,6 +46,17 @@ class DrafterOptions:
             raise ConfigError(f"--layers {self.layers} is not 1 or more")
         if self.sliding_window < 0 or self.full_layers < 0:
             raise ConfigError("--sliding-window and --full-layers can't be negative")
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size)
+        for name, size in zip(("num-heads", "num-kv-heads", "head-dim", "intermediate-size"), sizes, strict=True):
+            if size != "auto" and size < 1:
+                raise ConfigError(f"--{name} {size} is not 1 or more; leave it out to take the target's")
+        if self.init_from:
+            own = [
+                one.name for one in fields(self) if one.name != "init_from" and getattr(self, one.name) != one.default
+            ]
+            if own:
+                flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+                raise ConfigError(f"--init-from takes the architecture of {self.init_from} as it is: drop {flags}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
