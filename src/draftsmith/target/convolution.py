@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from draftsmith.target.model import Target
 
+activations: Any = ACT2FN
 NAME = "causal_conv1d_fn"
 """What the families' modules call it."""
 
@@ -44,8 +45,7 @@ def shifted_convolution(
         wide = wide + bias.float()[:, None]
     output = wide.to(weight.dtype)
     if activation is not None:
-        activate: Any = ACT2FN[activation]
-        output = activate(output)
+        output = activations[activation](output)
     return output.to(hidden_states.dtype)
 
 
