@@ -26,7 +26,7 @@ from draftsmith.data.conversations import Conversation, Skip, parse_row
 from draftsmith.data.embedded import EmbeddedGenerate
 from draftsmith.data.onpolicy import OnPolicyConfig, OnPolicyReport, TokenScores, check_on_policy, sample_indices
 from draftsmith.data.prepare import PrepareConfig, prepare
-from draftsmith.data.regenerate import Prompt, SamplingConfig
+from draftsmith.data.regenerate import Prompt, SamplingConfig, answer_all
 from draftsmith.data.tokenize import ConversationTokenizer, TokenizeConfig, as_document
 from draftsmith.records import Document
 from draftsmith.target.model import Target, TargetConfig, load_target
@@ -70,7 +70,7 @@ def sampled_rows(target: Target, questions: Sequence[str], num_tokens: int) -> l
         Prompt(messages=[{"role": "user", "content": text}], tools=(), template_kwargs={}, seed=row)
         for row, text in enumerate(questions)
     ]
-    answers = [answer for answer in generate(prompts) if not isinstance(answer, Skip)]
+    answers = [answer for answer in answer_all(generate, prompts) if not isinstance(answer, Skip)]
     return [
         Conversation(
             messages=({"role": "user", "content": text}, answer.message),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from transformers.utils.import_utils import is_serve_available
 
 from draftsmith.data.conversations import Skip
-from draftsmith.data.regenerate import Answer, Prompt, RegenerateConfig, SamplingConfig, regenerate
+from draftsmith.data.regenerate import Answer, Prompt, RegenerateConfig, SamplingConfig, answer_all, regenerate
 from draftsmith.data.servers import ServerConfig, ServerGenerate, parse_answer
 from draftsmith.errors import DataError
 from tests.families import save_tiny
@@ -34,6 +34,9 @@ def chats(tmp_path: Path) -> Path:
     return tmp_path / "chats.jsonl"
 
 
+ROLES = ("user", "assistant")
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -45,7 +48,13 @@ class _Server:
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.busy = 0
+        self.fails = ""
+        """The question that is answered by status 500."""
         self.die_after = 10**9
+        self.seconds: Callable[[str], float] = lambda content: 0.0
+        """How long an answer takes."""
+        self.spans: list[tuple[float, float]] = []
+        """When each request came and when it was answered."""
         self._lock = threading.Lock()
 
     def reply(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -56,8 +65,12 @@ class _Server:
             if self.busy:
                 self.busy -= 1
                 return 503, {}
-            if self.asked.total() > self.die_after:
+            if self.asked.total() > self.die_after or content == self.fails:
                 return 500, {}
+        came = time.monotonic()
+        time.sleep(self.seconds(content))
+        with self._lock:
+            self.spans.append((came, time.monotonic()))
         if content == "q3.0":
             return 400, {"error": "context too long"}
         message = {"role": "assistant", "content": f"own {content}", "reasoning_content": "why"}
@@ -98,7 +111,7 @@ class _Server:
 
 def test_a_server_killed_half_way_leaves_a_complete_output_without_doubles(chats: Path, tmp_path: Path) -> None:
     server = _Server()
-    config = RegenerateConfig(batch_rows=4)
+    config = RegenerateConfig()
     out = tmp_path / "own.jsonl"
     with server.running() as url:
         server.die_after = 12
@@ -120,6 +133,54 @@ def test_a_server_killed_half_way_leaves_a_complete_output_without_doubles(chats
     assert rows[0]["messages"][1]["reasoning_content"] == "why"
 
 
+def _share_busy(spans: list[tuple[float, float]], num_slots: int) -> float:
+    """Of the slots' time from the first request until the last one came (after that there is nothing to fill them)."""
+    first, last = min(came for came, _ in spans), max(came for came, _ in spans)
+    return sum(min(ended, last) - came for came, ended in spans) / (num_slots * (last - first))
+
+
+def test_the_servers_are_kept_busy_whatever_the_answers_lengths(tmp_path: Path) -> None:
+    """One answer in six takes ten times as long; conversations have one turn or two."""
+    server, slots = _Server(), 6
+    server.seconds = lambda content: 1.0 if content.endswith("7") else 0.1
+    rows = [
+        {"messages": [{"role": role, "content": f"{index} {turn}{index % 6 + 2}"} for turn in turns for role in ROLES]}
+        for index, turns in enumerate([(0,), (0, 1)] * 40)
+    ]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RegenerateConfig()
+    with server.running() as url:
+        settings = ServerConfig(server=(url,), concurrency=slots)
+        with ServerGenerate(settings, config.sampling) as generate:
+            report = regenerate(chats, tmp_path / "own.jsonl", generate, config)
+    assert report.rows_out == 80
+    assert len(server.spans) == len(server.asked) == 120
+    busy = _share_busy(server.spans, slots)
+    assert busy >= 0.85, f"slots were busy {busy:.0%} of the time"
+
+
+def test_answers_under_way_when_a_request_fails_are_kept(chats: Path, tmp_path: Path) -> None:
+    """q1.0 is refused by every try at once; the slow ones beside it are answered after that."""
+    server, out = _Server(), tmp_path / "own.jsonl"
+    server.fails = "q1.0"
+    server.seconds = lambda content: 0.4
+    config = RegenerateConfig()
+    with server.running() as url:
+        settings = ServerConfig(server=(url,), concurrency=4, retries=1)
+        with (
+            ServerGenerate(settings, config.sampling, sleep=lambda seconds: None) as generate,
+            pytest.raises(DataError, match="after 2 tries"),
+        ):
+            regenerate(chats, out, generate, config)
+    kept = [json.loads(line)["index"] for line in (tmp_path / "own.jsonl.partial").read_text().splitlines()[1:]]
+    assert 0 in kept
+    assert 2 in kept
+    answered = {content for content in server.asked if content != server.fails}
+    assert len(kept) == len(set(kept)) == len(answered), "whatever was asked was answered and kept"
+    assert len(answered) < 8, "and no more was begun"
+
+
 def test_busy_servers_are_asked_again_with_growing_waits_and_dead_ones_passed(chats: Path, tmp_path: Path) -> None:
     server, waits = _Server(), list[float]()
     messages = [{"role": "user", "content": "q"}]
@@ -128,7 +189,7 @@ def test_busy_servers_are_asked_again_with_growing_waits_and_dead_ones_passed(ch
     with server.running() as url:
         config = ServerConfig(server=(url, "http://127.0.0.1:9/v1"), concurrency=1, model="named", longest_wait=3.0)
         with ServerGenerate(config, SamplingConfig(seed=5, max_new_tokens=9), sleep=waits.append) as generate:
-            answers = generate([prompt])
+            answers = answer_all(generate, [prompt])
     assert isinstance(answers[0], Answer)
     assert waits == [1.0, 2.0, 3.0, 3.0, 3.0, 3.0]
     body = server.bodies[-1]
@@ -154,7 +215,7 @@ def test_a_server_without_models_asks_for_a_name(status: int) -> None:
         ServerGenerate(config, SamplingConfig(), transport=transport, sleep=lambda seconds: None) as generate,
         pytest.raises(DataError, match="--model"),
     ):
-        generate([])
+        generate.start(0, PROMPT)
 
 
 PROMPT = Prompt(messages=[{"role": "user", "content": "q"}], tools=(), template_kwargs={}, seed=0)
@@ -174,7 +235,7 @@ def test_a_server_that_knows_no_token_ids_is_asked_without_them(status: int, cap
 
     config = ServerConfig(server=("http://one/v1",), model="m", concurrency=1)
     with ServerGenerate(config, SamplingConfig(), transport=httpx.MockTransport(strict)) as generate:
-        first, second = generate([PROMPT, PROMPT])
+        first, second = answer_all(generate, [PROMPT, PROMPT])
     assert isinstance(first, Answer)
     assert isinstance(second, Answer)
     assert len(bodies) == 3, "once refused, not asked for again"
@@ -189,7 +250,45 @@ def test_a_shut_door_is_no_prompt_s_fault(status: int) -> None:
         ServerGenerate(config, SamplingConfig(), transport=transport) as generate,
         pytest.raises(DataError, match=rf"status {status} \(who are you\): check --server .* --api-key"),
     ):
-        generate([PROMPT])
+        answer_all(generate, [PROMPT])
+
+
+CLIENT = """
+import sys
+from draftsmith.data.regenerate import RegenerateConfig, regenerate
+from draftsmith.data.servers import ServerConfig, ServerGenerate
+config = RegenerateConfig()
+with ServerGenerate(ServerConfig(server=(sys.argv[1],), concurrency=4), config.sampling) as generate:
+    regenerate(sys.argv[2], sys.argv[3], generate, config)
+"""
+
+
+@pytest.mark.long
+def test_a_killed_client_loses_no_finished_answer(tmp_path: Path) -> None:
+    """SIGKILL three times: what was answered before the last moment is never asked for again."""
+    server, out = _Server(), tmp_path / "own.jsonl"
+    server.seconds = lambda content: 0.02 * (1 + int(content) % 7)
+    rows = [
+        {"messages": [{"role": role, "content": f"{index}{turn}"} for turn in range(3) for role in ROLES]}
+        for index in range(60)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with server.running() as url:
+        command = [sys.executable, "-c", CLIENT, url, str(tmp_path / "chats.jsonl"), str(out)]
+        for num_answers in (20, 70, 120):
+            with subprocess.Popen(command) as process:
+                while len(server.spans) < num_answers:
+                    assert process.poll() is None
+                    time.sleep(0.002)
+                process.kill()
+            assert not out.exists()
+        subprocess.run(command, check=True)
+    assert len(server.asked) == 180
+    assert server.asked.total() <= 180 + 3 * 8, "asked again: what 4 threads were at, or had just read"
+    for index, row in enumerate(rows_of(out)):
+        contents = [message["content"] for message in row["messages"]]
+        assert contents == [text for turn in range(3) for text in (f"{index}{turn}", f"own {index}{turn}")]
+    assert len(rows_of(out)) == 60
 
 
 class _TransformersServe:
@@ -251,7 +350,7 @@ def test_transformers_serve_killed_half_way_leaves_a_complete_output_without_dou
     ]
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = _TransformersServe(save_tiny("llama", tmp_path / "tiny"))
-    config = RegenerateConfig(sampling=SamplingConfig(max_new_tokens=12), batch_rows=6)
+    config = RegenerateConfig(sampling=SamplingConfig(max_new_tokens=12))
     asked = ServerConfig(server=(server.url,), model=str(tmp_path / "tiny"), concurrency=3, retries=1)
     with server.running() as process:
         watcher = _kill_after(process, tmp_path / "own.jsonl.partial", 1 + num_rows // 2)
@@ -262,13 +361,14 @@ def test_transformers_serve_killed_half_way_leaves_a_complete_output_without_dou
     kept = (tmp_path / "own.jsonl.partial").read_bytes().count(b"\n") - 1
     assert num_rows // 2 <= kept < num_rows
     questions: list[str] = []
-    with server.running(), ServerGenerate(asked, config.sampling) as generate:
 
-        def counted(prompts: Sequence[Prompt]) -> list[Answer | Skip]:
-            questions.extend(str(prompt.messages[-1]["content"]) for prompt in prompts)
-            return generate(prompts)
+    class Counted(ServerGenerate):
+        def start(self, ticket: int, prompt: Prompt) -> None:
+            questions.append(str(prompt.messages[-1]["content"]))
+            super().start(ticket, prompt)
 
-        report = regenerate(chats, out, counted, config)
+    with server.running(), Counted(asked, config.sampling) as generate:
+        report = regenerate(chats, out, generate, config)
     assert len(questions) == len(set(questions)) == num_rows - kept, "what was finished isn't asked again"
     assert (report.rows_in, report.rows_out) == (num_rows, num_rows)
     regenerated = rows_of(out)

@@ -2,8 +2,8 @@
 
 Recognised without options, in this order: `input_ids` with `loss_mask` (or `labels`), request logs of OpenAI-compatible
 servers (`request` and `response` bodies), `messages` / `conversations` / `conversation` (role/content or from/value),
-`prompt` with `completion`, pre-rendered `text`. A bare list is taken for a list of messages. Nothing here knows of a
-tokenizer.
+`prompt` with `completion`, pre-rendered `text`, `prompt` alone (a question). A bare list is taken for a list of
+messages. Nothing here knows of a tokenizer.
 """
 
 from __future__ import annotations
@@ -83,18 +83,21 @@ class _UnusableError(Exception):
         self.skip = Skip(reason, detail)
 
 
-def parse_row(row: object, source: str = "") -> Conversation | Skip:
+def parse_row(row: object, source: str = "", *, unanswered: bool = False) -> Conversation | Skip:
     """Normalise one row (a decoded JSON value). Never raises on any JSON value; of several `choices` in a log the
-    first is taken."""
+    first is taken. Messages without any assistant turn are refused, unless `unanswered` ones are wanted."""
     if isinstance(row, list):
         row = {"messages": cast(list[Any], row)}
     if not isinstance(row, dict):
         return Skip("row isn't a JSON object", type(row).__name__)
     fields = {key: value for key, value in cast(dict[str, Any], row).items() if value is not None}
     try:
-        return replace(_parse_fields(fields), source=source)
+        parsed = replace(_parse_fields(fields), source=source)
     except _UnusableError as refusal:
         return refusal.skip
+    if parsed.messages and not unanswered and all(message["role"] != "assistant" for message in parsed.messages):
+        return Skip("no assistant turn")
+    return parsed
 
 
 def _parse_fields(fields: dict[str, Any]) -> Conversation:
@@ -111,6 +114,9 @@ def _parse_fields(fields: dict[str, Any]) -> Conversation:
         if not isinstance(fields["text"], str):
             raise _UnusableError("`text` isn't a string", type(fields["text"]).__name__)
         return Conversation(text=_clean(fields["text"]), finish_reason=_finish_reason(fields))
+    if isinstance(fields.get("prompt"), (str, list)):
+        prompt = cast("str | list[Any]", fields["prompt"])
+        return _parse_chat(fields, prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
     raise _UnusableError(
         "no messages, conversations, prompt and completion, text or input_ids in the row",
         "keys: " + ", ".join(sorted(map(str, fields)))[:120],
@@ -193,8 +199,6 @@ def _parse_chat(fields: dict[str, Any], raw: object) -> Conversation:
         messages.insert(0, {"role": "system", "content": _clean(system)})
     if not messages:
         raise _UnusableError("no messages")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _UnusableError("no assistant turn")
     completion_ids, prompt_ids = _sampled_ids(fields)
     return Conversation(
         messages=tuple(messages),

@@ -93,8 +93,9 @@ class RowConverter:
         return [self.convert(row) for row in rows]
 
 
-def decode_row(raw: RawRow) -> Conversation | Skip:
-    """The conversation of a raw row; a line that isn't JSON is a Skip that says where it breaks."""
+def decode_row(raw: RawRow, *, unanswered: bool = False) -> Conversation | Skip:
+    """The conversation of a raw row, `unanswered` ones if asked for; a line that isn't JSON is a Skip that says where
+    it breaks."""
     if isinstance(raw.value, Skip):
         return raw.value
     value = raw.value
@@ -105,7 +106,7 @@ def decode_row(raw: RawRow) -> Conversation | Skip:
             return Skip("broken JSON line", "nested too deep")
         except ValueError as error:
             return Skip("broken JSON line", str(error)[:120])
-    return parse_row(value, raw.position)
+    return parse_row(value, raw.position, unanswered=unanswered)
 
 
 def convert_rows(rows: Iterable[RawRow], converter: RowConverter, num_workers: int) -> Iterator[Converted]:

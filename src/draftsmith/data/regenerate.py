@@ -1,27 +1,25 @@
-"""Answers replaced by the target's own: from OpenAI-compatible servers, or by a function that generates in process.
+"""Answers replaced by the target's own: from OpenAI-compatible servers, or generated in this process.
 
-Finished rows are appended to `OUT.partial` as they come, one JSON line each with the number of its input row, so
-that a kill loses at most the answers under way; the next run goes on with the rows that are missing. At the end the
-lines are written to `OUT` in input order and renamed into place.
+Rows flow: a window of them is open, each with one prompt under way, and the next is opened as soon as one is done, so
+that short answers wait for no long one. Every answer goes into the journal as it comes, so that a kill loses only what
+was still being said; the next run goes on with that.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from draftsmith.data.conversations import CUT_REASONS, Conversation, Message, Skip, encodable
+from draftsmith.data.conversations import CUT_REASONS, Conversation, Message, Skip
 from draftsmith.data.convert import decode_row
-from draftsmith.data.sources import content_digest, parse_sources, read_mixture
+from draftsmith.data.journal import Journal, RegenerateReport
+from draftsmith.data.prepare import expected_rows
+from draftsmith.data.sources import RawRow, content_digest, parse_sources, read_mixture
 from draftsmith.errors import ConfigError, DataError
 
 
@@ -32,6 +30,7 @@ class SamplingConfig:
     temperature: float = 1.0
     """1 gives the target's own distribution; greedy serving may want 0."""
     top_p: float = 1.0
+    """Sample only from the likeliest tokens that hold this share of the probability; 1 leaves none out."""
     max_new_tokens: int = 2048
     """Longest answer in tokens."""
     seed: int = 0
@@ -58,12 +57,6 @@ class RegenerateConfig:
     """Ask again for every assistant turn, each on the new history; otherwise for the last one only."""
     template_kwargs: Mapping[str, bool | int | str] = field(default_factory=dict[str, "bool | int | str"])
     """Chat-template arguments of the request, such as `enable_thinking False`; recorded in every row."""
-    batch_rows: int = 64
-    """Conversations under way at once."""
-
-    def __post_init__(self) -> None:
-        if self.batch_rows < 1:
-            raise ConfigError(f"--batch-rows {self.batch_rows} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +79,39 @@ class Answer:
     completion_ids: tuple[int, ...] | None = None
 
 
-Generate = Callable[[Sequence[Prompt]], Sequence[Answer | Skip]]
-"""Answers a batch of prompts, in order; a Skip is a prompt that can't be answered (too long for the model, say)."""
+class Generate(Protocol):
+    """Answers prompts, many under way at once, in whatever order they end."""
+
+    @property
+    def window(self) -> int:
+        """Prompts to hold at once: those under way, and some to choose the next from. At least 1."""
+        ...
+
+    def start(self, ticket: int, prompt: Prompt) -> None:
+        """Take a prompt, without waiting for its answer."""
+        ...
+
+    def finished(self) -> Sequence[tuple[int, Answer | Skip]]:
+        """Tickets and answers that came since the last call: waits for one at least.
+
+        A Skip is a prompt that can't be answered (too long for the model, say).
+
+        Raises:
+            DataError: no more will come, and all that came has been handed out.
+        """
+        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegenerateReport:
-    """What became of the rows."""
-
-    rows_in: int
-    rows_out: int
-    skipped: Mapping[str, int]
-    num_cut: int
+def answer_all(generate: Generate, prompts: Sequence[Prompt]) -> list[Answer | Skip]:
+    """The answers to all prompts, in their order."""
+    answers: dict[int, Answer | Skip] = {}
+    for ticket, prompt in enumerate(prompts):
+        generate.start(ticket, prompt)
+        while ticket + 1 - len(answers) >= generate.window:
+            answers |= dict(generate.finished())
+    while len(answers) < len(prompts):
+        answers |= dict(generate.finished())
+    return [answers[ticket] for ticket in range(len(prompts))]
 
 
 def regenerate(
@@ -107,8 +121,8 @@ def regenerate(
     config: RegenerateConfig,
     console: Console | None = None,
 ) -> RegenerateReport:
-    """Write `out` (JSON lines) with every answer replaced; goes on where an earlier call with the same arguments
-    stopped.
+    """Write `out` (JSON lines, in input order) with every answer replaced, and one added where a row ends with a user
+    turn; goes on where an earlier call with the same arguments stopped.
 
     Raises:
         DataError: nothing there or usable, `out` exists, or its `.partial` belongs to other data or settings.
@@ -117,11 +131,11 @@ def regenerate(
     target = Path(out)
     if target.exists():
         raise DataError(f"{target} exists: choose another --out or remove it")
+    digests = [content_digest(item) for item in sources]
     settings = {
-        "sources": [[item.location, item.weight, content_digest(item)[0]] for item in sources],
+        "sources": [[item.location, item.weight, digest] for item, (digest, _) in zip(sources, digests, strict=True)],
         "config": asdict(config),
     }
-    journal = _Journal(target.with_name(target.name + ".partial"), settings)
     columns = (
         TextColumn("regenerating"),
         BarColumn(),
@@ -130,67 +144,97 @@ def regenerate(
         TimeRemainingColumn(),
     )
     quiet = console is None
-    with journal, Progress(*columns, console=console, disable=quiet) as progress:
+    with (
+        Journal(target.with_name(target.name + ".partial"), settings) as journal,
+        Progress(*columns, console=console, disable=quiet) as progress,
+    ):
+        task = progress.add_task("regenerating", total=expected_rows(sources, [lines for _, lines in digests]))
         rows = enumerate(read_mixture(sources, config.sampling.seed))
-        task = progress.add_task("regenerating", total=None)
-        while batch := list(islice(rows, config.batch_rows)):
-            missing = [(index, decode_row(raw)) for index, raw in batch if index not in journal.done]
-            for index, line in _regenerate_batch(missing, generate, config):
-                journal.append(index, line)
-            progress.advance(task, len(batch))
-    return journal.finish(target)
+        for num_done in _flow(rows, journal, generate, config):
+            progress.advance(task, num_done)
+        return journal.finish(target)
 
 
-def _regenerate_batch(
-    rows: Sequence[tuple[int, Conversation | Skip]], generate: Generate, config: RegenerateConfig
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a batch, turn by turn: the first turns of all together, then the second ones."""
-    open_rows: list[_OpenRow] = []
-    for index, row in rows:
-        opened = row if isinstance(row, Skip) else _OpenRow.of(index, row, config)
-        if isinstance(opened, Skip):
-            yield index, {"skipped": opened.reason, "detail": opened.detail}
-        else:
-            open_rows.append(opened)
+def _flow(
+    rows: Iterator[tuple[int, RawRow]], journal: Journal, generate: Generate, config: RegenerateConfig
+) -> Iterator[int]:
+    """All rows through `generate` into the journal; yields how many more are done."""
+    open_rows: dict[int, _OpenRow] = {}
+    for index, raw in rows:
+        if journal.is_done(index):
+            yield 1
+            continue
+        row = _open(index, raw, journal, config)
+        if row is None:
+            yield 1
+            continue
+        open_rows[index] = row
+        generate.start(index, row.prompt(config))
+        while len(open_rows) >= generate.window:
+            yield _advance(open_rows, journal, generate, config)
     while open_rows:
-        answers = generate([row.prompt(config) for row in open_rows])
-        still_open: list[_OpenRow] = []
-        for row, answer in zip(open_rows, answers, strict=True):
-            if isinstance(answer, Skip):
-                yield row.index, {"skipped": answer.reason, "detail": answer.detail, "asked": True}
-            elif row.take(answer):
-                still_open.append(row)
-            else:
-                yield row.index, row.line(answer, config)
-        open_rows = still_open
+        yield _advance(open_rows, journal, generate, config)
+
+
+def _open(index: int, raw: RawRow, journal: Journal, config: RegenerateConfig) -> _OpenRow | None:
+    """The row, with what an earlier run had of it; None where it needs no (more) asking, which the journal now says."""
+    conversation = decode_row(raw, unanswered=True)
+    row = conversation if isinstance(conversation, Skip) else _OpenRow.of(index, conversation, config)
+    if isinstance(row, Skip):
+        journal.add_row(index, {"skipped": row.reason, "detail": row.detail})
+        return None
+    for saved in journal.answers(index):
+        row.take(Answer(**saved))
+    return row
+
+
+def _advance(open_rows: dict[int, _OpenRow], journal: Journal, generate: Generate, config: RegenerateConfig) -> int:
+    """Wait for answers and journal them; rows with more turns ask again. Returns the rows that are done."""
+    num_before = len(open_rows)
+    for index, answer in generate.finished():
+        row = open_rows[index]
+        if isinstance(answer, Skip):
+            journal.add_row(index, {"skipped": answer.reason, "detail": answer.detail, "asked": True})
+        elif row.take(answer):
+            journal.add_answer(index, row.num_answers - 1, asdict(answer))
+            generate.start(index, row.prompt(config))
+            continue
+        else:
+            journal.add_row(index, row.line(answer, config))
+        del open_rows[index]
+    return num_before - len(open_rows)
 
 
 class _OpenRow:
     """A conversation while its answers are being replaced."""
 
     def __init__(self, index: int, conversation: Conversation, turns: list[int]) -> None:
-        self.index = index
+        self._index = index
         self._conversation = conversation
         self._turns = turns
         self._messages: list[Message] = list(conversation.messages[: turns[0]])
+        self.num_answers = 0
 
     @classmethod
     def of(cls, index: int, conversation: Conversation, config: RegenerateConfig) -> _OpenRow | Skip:
         messages = conversation.messages
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not messages:
             return Skip("no messages to answer (pre-rendered text and token ids can't be regenerated)")
         if any("tool_calls" in message or message["role"] == "tool" for message in messages):
             return Skip("tool calls: a new call would have no result to answer to")
-        turns = [place for place in turns if place > 0][0 if config.every_turn else -1 :]
-        return cls(index, conversation, turns) if turns else Skip("an assistant turn with nothing before it")
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place > 0]
+        if messages[-1]["role"] == "user":
+            turns.append(len(messages))
+        if not turns:
+            return Skip("nothing to answer: no user turn at the end, nor an assistant turn with something before it")
+        return cls(index, conversation, turns if config.every_turn else turns[-1:])
 
     def prompt(self, config: RegenerateConfig) -> Prompt:
         return Prompt(
             messages=list(self._messages),
             tools=self._conversation.tools,
             template_kwargs={**self._conversation.template_kwargs, **config.template_kwargs},
-            seed=config.sampling.seed + self.index,
+            seed=config.sampling.seed + self._index,
         )
 
     def take(self, answer: Answer) -> bool:
@@ -199,6 +243,7 @@ class _OpenRow:
         place, *later = self._turns
         self._messages.append(answer.message)
         self._turns = later
+        self.num_answers += 1
         if not later or answer.finish_reason in CUT_REASONS or "tool_calls" in answer.message:
             return False
         self._messages.extend(self._conversation.messages[place + 1 : later[0]])
@@ -222,85 +267,3 @@ class _OpenRow:
             fields["prompt_token_ids"] = list(answer.prompt_ids)
             fields["completion_token_ids"] = list(answer.completion_ids)
         return {"row": fields}
-
-
-class _Journal:
-    """`OUT.partial`: a first line with the settings, then one line a finished row, in the order they finished.
-
-    A half-written last line, as a kill leaves it, is cut off and its row asked for again; so are rows that a server
-    refused, since the next run may ask it better (another model's name, a longer context).
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self._offsets: dict[int, int] = {}
-        mark = json.dumps({"settings": settings}, sort_keys=True, default=str).encode() + b"\n"
-        if path.exists():
-            self._read(mark)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(mark)
-        self._file = path.open("r+b")
-        self._file.seek(0, os.SEEK_END)
-
-    def __enter__(self) -> _Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    @property
-    def done(self) -> Mapping[int, int]:
-        return self._offsets
-
-    def _read(self, mark: bytes) -> None:
-        whole = 0
-        with self._path.open("rb") as file:
-            if file.readline() != mark:
-                raise DataError(
-                    f"{self._path} was begun with other data or settings: give the same ones to go on, or remove it"
-                )
-            whole = file.tell()
-            while (line := file.readline()).endswith(b"\n"):
-                entry = cast(dict[str, Any], json.loads(line))
-                if not entry.get("asked"):
-                    self._offsets[int(entry["index"])] = whole
-                whole = file.tell()
-        os.truncate(self._path, whole)
-
-    def append(self, index: int, line: Mapping[str, Any]) -> None:
-        self._offsets[index] = self._file.tell()
-        text = json.dumps({"index": index, **line}, ensure_ascii=False)
-        self._file.write(text.encode("utf-8", "backslashreplace") + b"\n")
-        self._file.flush()
-
-    def finish(self, target: Path) -> RegenerateReport:
-        """Rows in input order into `target`, settings and counts beside it; the journal goes."""
-        skipped: Counter[str] = Counter()
-        examples: dict[str, str] = {}
-        num_out = num_cut = 0
-        fresh = target.with_name(target.name + ".new")
-        with self._path.open("rb") as journal, fresh.open("wb") as output:
-            settings = json.loads(journal.readline())["settings"]
-            for index in sorted(self._offsets):
-                journal.seek(self._offsets[index])
-                entry = cast(dict[str, Any], json.loads(journal.readline()))
-                if "row" not in entry:
-                    skipped[entry["skipped"]] += 1
-                    examples.setdefault(entry["skipped"], encodable(entry.get("detail", "")))
-                    continue
-                num_out += 1
-                num_cut += entry["row"]["finish_reason"] in CUT_REASONS
-                output.write(json.dumps(entry["row"], ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
-        report = RegenerateReport(
-            rows_in=len(self._offsets), rows_out=num_out, skipped=dict(skipped.most_common()), num_cut=num_cut
-        )
-        if not num_out:
-            fresh.unlink()
-            reasons = "; ".join(f"{reason} ({count}) {examples[reason]}" for reason, count in skipped.most_common(3))
-            raise DataError(f"no row could be regenerated: {reasons or 'the source is empty'} (see {self._path})")
-        account = target.with_name(target.name + ".account.json")
-        account.write_text(json.dumps({**asdict(report), "settings": settings}, indent=2), encoding="utf-8")
-        os.replace(fresh, target)
-        self._path.unlink()
-        return report

@@ -1,13 +1,13 @@
-"""Answers from OpenAI-compatible servers (vLLM, SGLang, transformers serve ...): many URLs, retries, one ordered
-result."""
+"""Answers from OpenAI-compatible servers (vLLM, SGLang, transformers serve ...): many URLs, retries, no waiting for
+the slowest."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -44,7 +44,7 @@ class ServerConfig:
     retries: int = 8
     """Tries of a request after the first, with waits of 1, 2, 4 ... seconds up to `longest_wait`."""
     longest_wait: float = 30.0
-    """Seconds."""
+    """Longest wait between two tries, in seconds."""
     timeout: float = 600.0
     """Seconds that one answer may take."""
 
@@ -54,7 +54,11 @@ class ServerConfig:
 
 
 class ServerGenerate:
-    """A `Generate` that asks servers. A context manager: it owns connections and threads."""
+    """A `Generate` that asks servers. A context manager: it owns connections and threads.
+
+    Each thread takes the next prompt as soon as it has an answer. After the first request that fails for good no other
+    is begun; those under way are waited for and handed out before the failure is raised.
+    """
 
     def __init__(
         self,
@@ -62,13 +66,17 @@ class ServerGenerate:
         sampling: SamplingConfig,
         *,
         transport: httpx.BaseTransport | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         if not config.server:
             raise ConfigError("no server given: --server http://localhost:8000/v1")
         self._config = config
         self._sampling = sampling
-        self._sleep = sleep
+        self._stopped = threading.Event()
+        self._sleep = sleep or self._stopped.wait
+        self._under_way: set[Future[Answer | Skip]] = set()
+        self._ended: queue.SimpleQueue[tuple[int, Future[Answer | Skip]]] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
         self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="regenerate")
         self._client = httpx.Client(
             timeout=httpx.Timeout(config.timeout, connect=10.0),
@@ -87,19 +95,55 @@ class ServerGenerate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Answer | Skip]:
-        """Answers in the order of the prompts.
+    @property
+    def window(self) -> int:
+        """Twice the requests under way, so that a thread never waits for its next prompt."""
+        return 2 * self._config.concurrency
+
+    def start(self, ticket: int, prompt: Prompt) -> None:
+        """Queue a prompt.
 
         Raises:
-            DataError: no server answered within all retries, or one knows no such key, model or URL; what was finished
-                before stays in the journal.
+            DataError: no model was named, and the server lists none.
         """
         if self._model is None:
             self._model = self._first_model()
-        return list(self._pool.map(self._ask, prompts))
+        if self._failure is None:
+            future = self._pool.submit(self._ask, prompt)
+            self._under_way.add(future)
+            future.add_done_callback(lambda ended: self._ended.put((ticket, ended)))
+
+    def finished(self) -> list[tuple[int, Answer | Skip]]:
+        """Answers that came since the last call, at least one.
+
+        Raises:
+            DataError: no server answered within all retries, or one knows no such key, model or URL.
+        """
+        answers: list[tuple[int, Answer | Skip]] = []
+        while self._under_way and not (answers and self._ended.empty()):
+            ticket, future = self._ended.get()
+            self._under_way.remove(future)
+            if future.cancelled():
+                continue
+            error = future.exception()
+            if error is None:
+                answers.append((ticket, future.result()))
+            elif self._failure is None:
+                self._give_up(error)
+        if not answers and self._failure is not None:
+            raise self._failure
+        return answers
+
+    def _give_up(self, failure: BaseException) -> None:
+        """Begin no other request; those under way get no further try."""
+        self._failure = failure
+        self._stopped.set()
+        for future in tuple(self._under_way):
+            future.cancel()
 
     def _first_model(self) -> str:
         reply = self._send("GET", "/models", None)
@@ -143,6 +187,8 @@ class ServerGenerate:
         for attempt in range(self._config.retries + 1):
             if attempt:
                 self._sleep(min(2.0 ** (attempt - 1), self._config.longest_wait))
+                if self._stopped.is_set():
+                    break
             url = self._next_url()
             try:
                 reply = self._client.request(method, url.rstrip("/") + path, json=body)
