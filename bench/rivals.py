@@ -149,7 +149,8 @@ def leave_uncompiled(module: Any) -> None:
     tracked for mutation"; its step would not start. The same kernels run either way.
     """
     for name, function in list(vars(module).items()):
-        if name.startswith("fused_"):
+        # Once only: another wrapper would make the next instance compile again.
+        if name.startswith("fused_") and not getattr(function, "_torchdynamo_disable", False):
             setattr(module, name, torch.compiler.disable(function))
 
 
