@@ -38,8 +38,8 @@ class Outcome:
 
 
 def spawn(warm: int, caches: Path, device: str, steps: int) -> subprocess.Popen[str]:
-    """A process of its own with empty compile caches: one cold start, then `warm` more."""
-    caches.mkdir()
+    """A process of its own with compile caches in `caches`: a first start, cold if they are empty, then `warm` more."""
+    caches.mkdir(exist_ok=True)
     fresh = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
@@ -54,23 +54,39 @@ def spawn(warm: int, caches: Path, device: str, steps: int) -> subprocess.Popen[
 
 
 def run_processes(
-    processes: int, warm: int, device: str = "cuda", limit: float = LIMIT_SECONDS, steps: int = STEPS
+    processes: int,
+    warm: int,
+    device: str = "cuda",
+    limit: float = LIMIT_SECONDS,
+    steps: int = STEPS,
+    shared: bool = False,
 ) -> list[Outcome]:
-    """All processes at once; one that is not done in `limit` seconds is killed and reports what it had printed."""
-    deadline = time.monotonic() + limit
+    """All processes at once; one that is not done in `limit` seconds is killed and reports what it had printed.
+
+    With `shared` the first fills the caches alone and the others start from them.
+    """
     outcomes: list[Outcome] = []
     with TemporaryDirectory() as folder:
-        running = [spawn(warm, Path(folder) / str(index), device, steps) for index in range(processes)]
-        for process in running:
-            try:
-                out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, errors = process.communicate()
-                errors += f"\nnot done in {limit:g} s"
-            starts = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-            outcomes.append(Outcome(process.returncode, starts, errors))
+        if shared:
+            first = spawn(warm, Path(folder) / "shared", device, steps)
+            outcomes.append(finish(first, time.monotonic() + limit))
+        names = ["shared"] * (processes - 1) if shared else [str(index) for index in range(processes)]
+        deadline = time.monotonic() + limit
+        running = [spawn(warm, Path(folder) / name, device, steps) for name in names]
+        outcomes += [finish(process, deadline) for process in running]
     return outcomes
+
+
+def finish(process: subprocess.Popen[str], deadline: float) -> Outcome:
+    """Wait for a process until `deadline` (time.monotonic), then kill it."""
+    try:
+        out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+        errors += "\nnot done in time"
+    starts = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return Outcome(process.returncode, starts, errors)
 
 
 def start_repeatedly(starts: int, device_name: str, steps: int) -> None:
@@ -91,6 +107,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=COLD)
     parser.add_argument("--warm", type=int, default=WARM // COLD, help="warm starts in each process after its cold one")
     parser.add_argument("--starts", type=int, default=0, help="be one of the processes: start so often")
+    parser.add_argument("--shared-caches", action="store_true", help="all but the first start from the first's caches")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS)
@@ -99,7 +116,14 @@ def main() -> None:
         start_repeatedly(arguments.starts, arguments.device, arguments.steps)
         return
     started = time.perf_counter()
-    outcomes = run_processes(arguments.processes, arguments.warm, arguments.device, arguments.limit, arguments.steps)
+    outcomes = run_processes(
+        arguments.processes,
+        arguments.warm,
+        arguments.device,
+        arguments.limit,
+        arguments.steps,
+        arguments.shared_caches,
+    )
     for number, outcome in enumerate(outcomes):
         seconds = " ".join(f"{start['seconds']:.1f}" for start in outcome.starts)
         print(f"process {number}: exit {outcome.returncode}, seconds a start: {seconds}")
