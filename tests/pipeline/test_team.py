@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
+from draftsmith.drafter.anchors import draw_uniforms, select_anchors
+from draftsmith.drafter.layout import document_layout
 from draftsmith.errors import StalledError, WorkerError
 from draftsmith.pipeline.assemble import Team
+from draftsmith.pipeline.reduce import Reducer
 from draftsmith.pipeline.stop import Stop, StoppedError
 from draftsmith.pipeline.team import Worker, first_number, last_number, run_workers
-from tests.pipeline.tiny import Sizes, blueprint, no_step, targets_of, team_of
+from draftsmith.records import FeatureBatch
+from draftsmith.target.capture import PackedCapture
+from draftsmith.train.build import build_state
+from draftsmith.train.step import TrainState, accumulate
+from tests.pipeline.tiny import (
+    CONFIG,
+    SEED,
+    SHAPE,
+    TOKENS,
+    Sizes,
+    blueprint,
+    documents,
+    no_step,
+    order,
+    targets_of,
+    team_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -148,6 +170,64 @@ def test_start_stop_cycles_leak_no_thread_file_or_hook(cycles: int) -> None:
     assert process.num_fds() == files
     assert not any(layer._forward_hooks for model in models for layer in model.layers)
     assert process.memory_info().rss - memory < 40e6
+
+
+class Overheard:
+    """A drafter's reducer that keeps what it leaves."""
+
+    def __init__(self, inner: Reducer) -> None:
+        self.inner = inner
+        self.gradient_N, self.sums = torch.zeros(0), torch.zeros(0)
+
+    def reduce(self, state: TrainState, is_last: bool) -> bool:
+        ends = self.inner.reduce(state, is_last)
+        self.gradient_N, self.sums = state.parameters.grad_N.clone(), state.sums.clone()
+        return ends
+
+
+def joined(batches: Sequence[FeatureBatch], uniforms: Sequence[Tensor], anchors: int) -> tuple[FeatureBatch, Tensor]:
+    """Batches packed into one, and uniforms that choose in it what each batch's own choose `anchors` of."""
+    used = [int(batch.num_tokens) for batch in batches]
+    shape = replace(SHAPE, num_tokens=TOKENS * len(batches), num_documents=SHAPE.num_documents * len(batches))
+    whole, low = FeatureBatch.allocate(shape, CPU), 0
+    raised = torch.zeros(shape.num_tokens, dtype=torch.float64)
+    lengths = torch.cat([batch.lengths_D[batch.lengths_D > 0] for batch in batches])
+    whole.lengths_D[: len(lengths)] = lengths
+    whole.num_tokens.fill_(sum(used))
+    for batch, count, own_T in zip(batches, used, uniforms, strict=True):
+        rows = slice(low, low + count)
+        whole.token_ids_T[rows] = batch.token_ids_T[:count]
+        whole.loss_mask_T[rows] = batch.loss_mask_T[:count]
+        whole.features_TFH[rows] = batch.features_TFH[:count]
+        ids_T = document_layout(batch.lengths_D, TOKENS).document_ids_T
+        chosen = select_anchors(batch.loss_mask_T, ids_T, own_T, anchors)
+        assert chosen.valid_A.all()
+        raised[rows] = own_T[:count] / 2
+        raised[low + chosen.index_A] += 0.5
+        low += count
+    return whole, raised
+
+
+def test_two_colocated_drafters_make_the_gradient_of_one_on_the_joined_batch() -> None:
+    models = targets_of(2)
+    plan = blueprint(Sizes(targets=2, drafters=2, draws=1, steps=1, joint=True), models[0])
+    team = team_of(plan, models)
+    heard = [Overheard(loop._reducer) for loop in team.drafters]
+    for loop, reducer in zip(team.drafters, heard, strict=True):
+        loop._reducer = reducer
+    start = build_state(copy.deepcopy(plan.drafter), plan.ends, plan.state, CPU)
+    run_workers(team.workers(), team.stop, nothing)
+    team.close()
+    assert torch.equal(heard[0].gradient_N, heard[1].gradient_N)
+    with PackedCapture(models[0], CONFIG.taps, SHAPE) as capture:
+        batches = [copy.deepcopy(capture.run(order().batch(number), documents())) for number in (0, 1)]
+    anchors = plan.state.step.num_anchors
+    whole, uniforms = joined(batches, [draw_uniforms(SEED, number, 0, TOKENS) for number in (0, 1)], anchors)
+    one = replace(start, config=replace(plan.state.step, num_anchors=2 * anchors))
+    accumulate(one, whole, uniforms)
+    torch.testing.assert_close(heard[0].sums, one.sums, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(heard[0].gradient_N, one.parameters.grad_N, rtol=1e-4, atol=1e-6)
+    assert heard[0].gradient_N.abs().max() > 1e-2
 
 
 def test_numbers_that_drafters_still_need() -> None:
