@@ -24,6 +24,8 @@ from tests.evaluate.overfit import PROMPTS, drafter_config
 from tests.families import FAMILIES, save_tiny, tiny_model, tiny_target
 
 STEPS, ANSWER = 20, 24
+SCALED_LOGITS = ("granite", "cohere")
+"""Families that scale their logits down, so that on tiny random weights a loss moves slower for the same step."""
 
 
 def trained(target: Target) -> tuple[Drafter, list[float]]:
@@ -69,7 +71,8 @@ def adapted(folder: Path) -> Target:
 def test_20_steps_export_reload_and_decode_identically_to_greedy(family: str, tmp_path: Path) -> None:
     target = adapted(tmp_path) if family == "lora" else tiny_target(family)
     drafter, losses = trained(target)
-    assert sum(losses[-5:]) < 0.97 * sum(losses[:5]), losses
+    limit = 0.95 if family in SCALED_LOGITS else 0.9
+    assert sum(losses[-5:]) < limit * sum(losses[:5]), losses
     info = ExportInfo.of(target.facts, target.ends())
     folder = export_zlab(drafter, None, info, tmp_path / "drafter", torch.float32)
     verify_export(folder, drafter.config, target.facts)
