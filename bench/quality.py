@@ -13,14 +13,16 @@ the same prompts by draftsmith's own loop, greedily. What the systems are set to
 
 `--variant NAME:key=value,...` adds a line of its own: any setting of OursSettings, `layers`, `block`; with
 `system=PRESET` first, of that preset (system=speculators-best,lr=0.001). The first line is what others are held
-against. Results are written to `--out` after every run. On a CPU everything runs too, uncompiled: a few tokens and
-`--minutes 0.05` show the way. The last line is one JSON object.
+against. Results are written to `--out` after every run; `--merge` goes on from earlier outputs (other seeds, other
+budgets), or, with an empty `--systems`, only makes their table and plot. On a CPU everything runs too, uncompiled: a
+few tokens and `--minutes 0.05` show the way. The last line is one JSON object (`--out` holds every run besides).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, DEVICE, ON_GPU, PRESETS, Contender, Corpus, Variant, capture_corpus, make_variant
 from rich.console import Console
+from torch import Tensor
 
 from draftsmith.data.prepare import PrepareConfig
 from draftsmith.drafter.model import Drafter
@@ -39,7 +42,6 @@ from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, evaluate_prom
 from draftsmith.evaluate.export import export_zlab, load_zlab
 from draftsmith.evaluate.layout import ExportInfo
 from draftsmith.evaluate.prompts import Prompt, load_prompts
-from draftsmith.evaluate.statistics import Answered, compare
 from draftsmith.pipeline.inputs import compute_dtype, load_data
 from draftsmith.pipeline.settings import DataOptions
 from draftsmith.records import Document
@@ -110,8 +112,8 @@ def run(
     corpus: Corpus,
     prompts: Sequence[Prompt],
     arguments: argparse.Namespace,
-) -> tuple[dict[str, Any], tuple[Answered, ...]]:
-    """Train one drafter for its time and measure it: the figures, and the answers that they are of."""
+) -> dict[str, Any]:
+    """Train one drafter for its time and measure it. `counts` are tokens committed and verify steps of each prompt."""
     steps = max(2, int(minutes * 60 / each))
     contender = CONTENDERS[variant.system](variant, target, corpus, seed, steps)
     contender.step()  # outside the time: it may compile again
@@ -124,6 +126,7 @@ def run(
         "name": variant.name, "system": variant.system, "minutes": minutes, "seed": seed, "steps": steps,
         "seconds": seconds, "ms_a_step": 1e3 * seconds / (steps - 1), "tau": tau.value, "tau_low": tau.low,
         "tau_high": tau.high, "survival": list(result.summary.survival), "num_prompts": result.summary.num_prompts,
+        "counts": [[answer.decoded.committed, len(answer.decoded.steps)] for answer in result.answers],
         "measure_seconds": time.perf_counter() - started, **contender.facts(),
     }  # fmt: skip
     print(
@@ -131,36 +134,50 @@ def run(
         f"{row['epochs']:.2f} epochs, measured in {row['measure_seconds']:.0f} s",
         flush=True,
     )
-    return row, result.answers
+    return row
 
 
-def table(rows: Sequence[dict[str, Any]], answers: dict[tuple[str, float, int], tuple[Answered, ...]]) -> list[Any]:
-    """Per name and budget: tau over seeds, and the paired difference to the first name, answers of all seeds pooled."""
-    lines: list[Any] = []
-    first = rows[0]["name"] if rows else ""
+def tau_difference(mine: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """tau of all seeds pooled less the other's, with its 95% interval: prompts are resampled with all their seeds."""
+    counts = [torch.tensor([row["counts"] for row in rows], dtype=torch.float64).sum(0) for rows in (mine, others)]
+    picks = torch.randint(counts[0].shape[0], (2000, counts[0].shape[0]), generator=torch.Generator().manual_seed(0))
+
+    def tau(sums: Tensor) -> Tensor:
+        return sums[..., 0] / sums[..., 1].clamp(min=1)
+
+    samples = tau(counts[0][picks].sum(1)) - tau(counts[1][picks].sum(1))
+    low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(tau(counts[0].sum(0)) - tau(counts[1].sum(0))), low, high
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per name and budget: tau over seeds, and the paired difference to the first name on the seeds of both."""
+    lines: list[dict[str, Any]] = []
     for name, minutes in dict.fromkeys((row["name"], row["minutes"]) for row in rows):
-        mine = [row for row in rows if (row["name"], row["minutes"]) == (name, minutes)]
-        taus = [row["tau"] for row in mine]
+        mine = {row["seed"]: row for row in rows if (row["name"], row["minutes"]) == (name, minutes)}
+        first = {row["seed"]: row for row in rows if (row["name"], row["minutes"]) == (rows[0]["name"], minutes)}
+        taus = [row["tau"] for row in mine.values()]
         line: dict[str, Any] = {
-            "name": name, "minutes": minutes, "tau": statistics.mean(taus), "seeds": len(taus),
-            "tau_min": min(taus), "tau_max": max(taus), "steps": statistics.mean(row["steps"] for row in mine),
+            "name": name, "minutes": minutes, "tau": statistics.mean(taus), "seeds": sorted(mine),
+            "tau_min": min(taus), "tau_max": max(taus), "steps": statistics.mean(row["steps"] for row in mine.values()),
         }  # fmt: skip
-        seeds = [row["seed"] for row in mine if (first, minutes, row["seed"]) in answers]
-        if name != first and seeds:
-            pooled = [[a for seed in seeds for a in answers[who, minutes, seed]] for who in (name, first)]
-            difference = compare(name, pooled[0], first, pooled[1])
-            line |= {"against": first, "difference": difference.tau.value, "low": difference.tau.low}
-            line |= {"high": difference.tau.high, "verdict": difference.verdict}
+        seeds = [seed for seed in mine if seed in first and name != rows[0]["name"]]
+        if seeds:
+            gap, low, high = tau_difference([mine[seed] for seed in seeds], [first[seed] for seed in seeds])
+            line |= {"against": rows[0]["name"], "difference": gap, "low": low, "high": high}
         lines.append(line)
     return lines
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
-    print(f"\n135M target\n{'':24s} {'minutes':>8s} {'tau':>6s} {'over seeds':>14s} {'steps':>10s}  against the first")
+    print(
+        f"\n135M target\n{'':24s} {'minutes':>8s} {'tau':>6s} {'over seeds':>14s} {'steps':>10s}  less the first [95%]"
+    )
     for line in lines:
         spread = f"{line['tau_min']:.2f} .. {line['tau_max']:.2f}"
         figures = f"{line['minutes']:8g} {line['tau']:6.2f} {spread:>14s} {line['steps']:10,.0f}"
-        print(f"{line['name']:24s} {figures}  {line.get('verdict', '')}")
+        gap = f"{line['difference']:+.2f} [{line['low']:+.2f}, {line['high']:+.2f}]" if "difference" in line else ""
+        print(f"{line['name']:24s} {figures}  {gap}")
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -205,8 +222,8 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--data", required=True, help="training conversations, or a folder from draftsmith prepare")
-    parser.add_argument("--val", required=True, help="prompts: a JSONL file, or a set by name")
+    parser.add_argument("--data", default="", help="training conversations, or a folder from draftsmith prepare")
+    parser.add_argument("--val", default="", help="prompts: a JSONL file, or a set by name")
     parser.add_argument("--systems", nargs="*", choices=sorted(PRESETS), default=["draftsmith"])
     parser.add_argument("--variant", action="append", default=[], metavar="NAME:KEY=VALUE,...")
     parser.add_argument("--minutes", nargs="+", type=float, default=[1.0], help="budgets of the step loop")
@@ -220,14 +237,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-steps", type=int, default=60, help="steps to warm up, and as many to time")
     parser.add_argument("--seconds", type=float, default=0.0, help="start no further run after this long; 0: all runs")
     parser.add_argument("--keep", default="", help="keep the exported drafters in this folder")
+    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="outputs of earlier runs, to go on from")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.systems or arguments.variant) and not (arguments.data and arguments.val):
+        parser.error("give --data and --val, or neither systems nor variants and --merge")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    return arguments
 
 
-def main() -> None:
-    arguments, began = parse(), time.perf_counter()
-    variants = variants_of(arguments)
+def prepare(arguments: argparse.Namespace) -> tuple[Target, Corpus, list[Prompt], dict[str, Any]]:
+    """The target, its features, the prompts, and what is to be said of them."""
+    torch._dynamo.config.recompile_limit = 256  # one code object serves every variant
     if ON_GPU:
         torch.cuda.set_stream(torch.cuda.Stream(DEVICE))
     target = load_target(TargetConfig(target=arguments.target), DEVICE)
@@ -235,19 +258,25 @@ def main() -> None:
     started = time.perf_counter()
     corpus = capture_corpus(target, documents)
     synchronize()
-    result: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "target": target.facts.name, "parameters": sum(p.numel() for p in target.model.parameters()),
         "documents": len(documents), "tokens": sum(corpus.lengths), "supervised": corpus.num_supervised,
         "capture_seconds": time.perf_counter() - started, "layers": arguments.layers, "block": arguments.block_size,
-        "max_new_tokens": arguments.max_new_tokens, "torch": torch.__version__, "runs": [], "left_out": {},
-        "settings": {variant.name: [str(part) for part in variant.parts] for variant in variants},
+        "max_new_tokens": arguments.max_new_tokens, "torch": torch.__version__,
     }  # fmt: skip
     if ON_GPU:
-        result["gpu"] = torch.cuda.get_device_name()
-    print(f"{result['tokens']:,} tokens captured in {result['capture_seconds']:.1f} s", flush=True)
-    answers: dict[tuple[str, float, int], tuple[Answered, ...]] = {}
+        facts["gpu"] = torch.cuda.get_device_name()
+    print(f"{facts['tokens']:,} tokens captured in {facts['capture_seconds']:.1f} s", flush=True)
+    return target, corpus, prompts, facts
+
+
+def train_all(arguments: argparse.Namespace, variants: Sequence[Variant], result: dict[str, Any]) -> None:
+    """Every variant, budget and seed, added to `result` and written after each; seeds outermost, so that a run cut
+    short has compared everything it did."""
+    began = time.perf_counter()
+    target, corpus, prompts, facts = prepare(arguments)
+    result |= facts
     speeds: dict[str, float] = {}
-    # Seed by seed and budget by budget, so that a run cut short has compared everything it did.
     for seed, minutes, variant in [(s, m, v) for s in arguments.seeds for m in arguments.minutes for v in variants]:
         name = variant.name
         if name in result["left_out"]:
@@ -258,7 +287,7 @@ def main() -> None:
         try:
             if name not in speeds:
                 speeds[name] = seconds_a_step(variant, target, corpus, arguments)
-            row, said = run(variant, minutes, seed, speeds[name], target, corpus, prompts, arguments)
+            row = run(variant, minutes, seed, speeds[name], target, corpus, prompts, arguments)
         except RuntimeError as error:  # absent, out of memory, or a rival's own failure on this version of torch
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             result["left_out"][name] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
@@ -267,15 +296,31 @@ def main() -> None:
         finally:
             gc.collect()
         result["runs"].append(row)
-        answers[name, minutes, seed] = said
-        result["table"], result["seconds"] = table(result["runs"], answers), time.perf_counter() - began
+        result["table"], result["seconds"] = table(result["runs"]), time.perf_counter() - began
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result.get("table", []))
+
+
+def main() -> None:
+    arguments = parse()
+    variants = variants_of(arguments)
+    result: dict[str, Any] = {"runs": [], "settings": {}}
+    for file in arguments.merge:
+        earlier = json.loads(file.read_text())
+        both = {"runs": result["runs"] + earlier["runs"], "settings": result["settings"] | earlier["settings"]}
+        result = result | earlier | both
+    result["left_out"] = {}
+    result["settings"] |= {variant.name: [str(part) for part in variant.parts] for variant in variants}
+    if variants:
+        train_all(arguments, variants, result)
+    result["table"] = table(result["runs"])
+    show(result["table"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.plot and result["runs"]:
         draw(result["runs"], arguments.plot)
-    print(json.dumps(result))
+    print(json.dumps({key: value for key, value in result.items() if key != "runs"}))
 
 
 if __name__ == "__main__":
