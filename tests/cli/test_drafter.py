@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from draftsmith.cli import run
@@ -13,7 +17,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.evaluate.export import read_weights
 from draftsmith.evaluate.layout import split_weights
 from draftsmith.target.model import TargetConfig
-from draftsmith.train.checkpoint import load_checkpoint
+from draftsmith.train.checkpoint import MASTERS, META, load_checkpoint, sha256
 from tests.cli.conftest import Files
 
 SHORT = ["--max-new-tokens", "6", "--num-prompts", "2"]
@@ -69,6 +73,32 @@ def test_an_earlier_checkpoint_and_the_other_layout(trained: Files) -> None:
     assert json.loads((out / "config.json").read_text())["speculators_model_type"] == "dflash"
     masters = split_weights(load_checkpoint(earlier).masters, torch.bfloat16)
     assert torch.equal(read_weights(out)["fc.weight"], masters["fc.weight"])
+
+
+def diverged(run_dir: Path, folder: Path) -> Path:
+    """A run whose newest checkpoint holds a NaN, its checksums right."""
+    shutil.copytree(run_dir, folder)
+    checkpoint = load_checkpoint(folder).path
+    masters = safetensors.torch.load_file(checkpoint / MASTERS)
+    masters["norm.weight"][0] = float("nan")
+    safetensors.torch.save_file(masters, checkpoint / MASTERS)
+    meta = json.loads((checkpoint / META).read_text().rpartition("\n{")[0])
+    meta["files"][MASTERS]["sha256"] = sha256(checkpoint / MASTERS)
+    text = json.dumps(meta)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (checkpoint / META).write_text(f"{text}\n{json.dumps({'sha256': digest})}\n")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_an_export_is_held_against_its_checkpoint_in_either_layout(
+    trained: Files, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = diverged(trained.run, tmp_path / "run")
+    asked = ["export", str(folder), "--out", str(tmp_path / "out"), "--layout", layout]
+    assert run(asked) == 2
+    assert "not finite in norm.weight: training diverged; export an earlier checkpoint" in capsys.readouterr().err
+    assert run([*asked, "--no-verify"]) == 0
 
 
 def test_a_run_without_measurements_has_no_best(trained: Files, capsys: pytest.CaptureFixture[str]) -> None:

@@ -334,6 +334,20 @@ def test_verify_export_rebuilds_the_rope_tables(tmp_path: Path) -> None:
         verify_export(folder, config, tiny_target("qwen3").facts)
 
 
+def test_verify_export_compares_every_value(tmp_path: Path) -> None:
+    folder = exported(tmp_path, dtype=torch.bfloat16)
+    config, drafter = load_zlab(folder)
+    facts = tiny_target("qwen3").facts
+    trained = {name: weight.detach() * 1.0001 for name, weight in drafter.named_parameters()}  # rounds to the same bf16
+    verify_export(folder, config, facts, trained)
+    trained["fc.weight"][3, 4] += 1.0
+    with pytest.raises(ExportError, match=r"other values of fc\.weight than were trained: export it again"):
+        verify_export(folder, config, facts, trained)
+    trained["norm.weight"][0] = float("nan")
+    with pytest.raises(ExportError, match=r"not finite in norm\.weight: training diverged; export an earlier"):
+        verify_export(folder, config, facts, trained)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

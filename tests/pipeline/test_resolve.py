@@ -60,6 +60,13 @@ def test_what_is_given_wins() -> None:
     assert made(choices)["taps"] == ("[0, 2]", "given")
 
 
+def test_a_window_that_no_layer_has_is_none() -> None:
+    """An exported config states none then, and would be held against the one trained with."""
+    options = DrafterOptions(layers=2, sliding_window=64, full_layers=2)
+    drafter = resolve_drafter(options, FACTS, Choices())
+    assert (drafter.layer_types, drafter.sliding_window) == ((FULL, FULL), 0)
+
+
 def test_heads_are_the_targets_or_those_given() -> None:
     choices = Choices()
     targets = resolve_drafter(DrafterOptions(), WIDE, choices)

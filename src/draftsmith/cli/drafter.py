@@ -27,7 +27,7 @@ from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_pr
 from draftsmith.evaluate.server import Server
 from draftsmith.evaluate.serving import ServingConfig, verify_server
 from draftsmith.evaluate.source import DRAFTER, Which, checkpoint_of, drafter_of, open_drafter, run_of
-from draftsmith.evaluate.speculators import export_speculators
+from draftsmith.evaluate.speculators import export_speculators, verify_speculators
 from draftsmith.pipeline.placement import place
 from draftsmith.pipeline.run import EVALUATION, RunConfig
 from draftsmith.pipeline.settings import PipelineConfig
@@ -175,10 +175,11 @@ def export(arguments: Sequence[str]) -> int:
         evaluation=_measured(run),
         name=command.out,
     )
-    write = export_zlab if command.layout == "zlab" else export_speculators
+    zlab = command.layout == "zlab"
+    write, read_back = (export_zlab, verify_export) if zlab else (export_speculators, verify_speculators)
     out = write(drafter, None, info, Path(command.out), torch.bfloat16, card)
-    if command.verify and command.layout == "zlab":
-        verify_export(out, drafter.config, target.facts)
+    if command.verify:
+        read_back(out, drafter.config, target.facts, checkpoint.masters)
     console.print(f"{escape(str(out))}: {checkpoint.path.name} of {escape(str(run))}, layout {command.layout}")
     serving = card[card.index("```bash") : card.index("## Training")].replace("```bash\n", "").replace("```\n", "")
     console.print(escape(serving.strip()), highlight=False, soft_wrap=True)  # to be copied: never wrapped

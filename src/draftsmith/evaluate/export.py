@@ -26,6 +26,7 @@ from draftsmith.evaluate.layout import (
     check_weights,
     config_from_values,
     merge_weights,
+    some,
     split_weights,
     zlab_values,
 )
@@ -188,22 +189,63 @@ def load_zlab(source: str | Path) -> tuple[DrafterConfig, Drafter]:
     return config, drafter
 
 
-def verify_export(path: Path, config: DrafterConfig, facts: TargetFacts) -> None:
+def verify_export(
+    path: Path, config: DrafterConfig, facts: TargetFacts, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Read an exported folder back and hold it against what was trained and the target it is for.
+
+    Args:
+        path: the folder.
+        config: as trained.
+        facts: of the target.
+        weights: as trained, by the Drafter's names; None leaves their values unchecked.
 
     Raises:
         ExportError: naming the first thing that would serve otherwise than it trained.
     """
     written, _ = load_zlab(path)
+    check_against_training(written, config, path / CONFIG)
+    check_against_target(written, facts, str(path / CONFIG))
+    if weights is not None:
+        check_values(path, weights)
+
+
+def check_against_training(written: DrafterConfig, config: DrafterConfig, path: Path) -> None:
+    """Refuse a config file that states another drafter than was trained.
+
+    Raises:
+        ExportError: naming the first difference.
+    """
     for name in config.__slots__:
         ours, theirs = getattr(config, name), getattr(written, name)
         if name != "rope" and ours != theirs:
-            raise ExportError(f"{path / CONFIG} states {name} {theirs}, trained with {ours}: export it again")
-    check_against_target(written, facts, str(path / CONFIG))
+            raise ExportError(f"{path} states {name} {theirs}, trained with {ours}: export it again")
     ours, our_factor = inverse_frequencies(config.rope, "cpu")
     theirs, their_factor = inverse_frequencies(written.rope, "cpu")
     if not torch.equal(ours, theirs) or our_factor != their_factor:
-        raise ExportError(f"{path / CONFIG} gives other RoPE frequencies than trained with: export it again")
+        raise ExportError(f"{path} gives other RoPE frequencies than trained with: export it again")
+
+
+def check_values(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Hold the weights of a folder, bit for bit, against those that were to be written.
+
+    Args:
+        path: the folder; its keys and shapes are right already.
+        weights: by the Drafter's names, in any dtype: rounded to the file's.
+
+    Raises:
+        ExportError: naming the first few that differ, or aren't finite.
+    """
+    written = read_weights(path)
+    trained = split_weights(weights, next(iter(written.values())).dtype)
+    odd = sorted(name for name, weight in trained.items() if not torch.isfinite(weight).all())
+    if odd:
+        raise ExportError(
+            f"{path} holds values that are not finite in {some(odd)}: training diverged; export an earlier checkpoint"
+        )
+    other = sorted(name for name, weight in trained.items() if not torch.equal(weight, written[name]))
+    if other:
+        raise ExportError(f"{path} holds other values of {some(other)} than were trained: export it again")
 
 
 def check_against_target(config: DrafterConfig, facts: TargetFacts, where: str) -> None:

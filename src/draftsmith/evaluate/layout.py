@@ -135,19 +135,20 @@ def check_weights(found: Mapping[str, tuple[int, ...]], config: DrafterConfig, w
     expected = expected_shapes(config)
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
-        raise ExportError(f"{where} lacks {_some(missing)}: export the drafter again, or give a complete one")
+        raise ExportError(f"{where} lacks {some(missing)}: export the drafter again, or give a complete one")
     if extra:
         raise ExportError(
-            f"{where} holds {_some(extra)}, which a DFlash drafter of its config doesn't have: it is another "
+            f"{where} holds {some(extra)}, which a DFlash drafter of its config doesn't have: it is another "
             "architecture or its config.json states fewer layers"
         )
     wrong = [f"{name} {list(found[name])} instead of {list(expected[name])}" for name in expected]
     wrong = [text for name, text in zip(expected, wrong, strict=True) if found[name] != expected[name]]
     if wrong:
-        raise ExportError(f"{where}: {_some(wrong)}; its config.json doesn't describe its weights")
+        raise ExportError(f"{where}: {some(wrong)}; its config.json doesn't describe its weights")
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -219,6 +220,10 @@ def config_from_values(values: Mapping[str, Any], where: str) -> DrafterConfig:
     Raises:
         ExportError: a key missing or contradicting another, or an option that draftsmith's drafters don't have.
     """
+    if "speculators_model_type" in values:
+        raise ExportError(
+            f"{where} is in the speculators layout, which vLLM reads: give one from draftsmith export --layout zlab"
+        )
     try:
         dflash = cast(dict[str, Any], values.get("dflash_config") or {})
         _refuse_other_kinds(values, dflash, where)

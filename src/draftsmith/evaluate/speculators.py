@@ -12,8 +12,27 @@ from torch import Tensor
 
 from draftsmith.drafter.model import SLIDING, Drafter, DrafterConfig
 from draftsmith.errors import ExportError
-from draftsmith.evaluate.export import CARD, CONFIG, WEIGHTS, write_folder, write_json
-from draftsmith.evaluate.layout import ARCHITECTURE, ExportInfo, check_weights, qwen3_values, split_weights
+from draftsmith.evaluate.export import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    check_against_target,
+    check_against_training,
+    check_values,
+    read_json,
+    read_weights,
+    write_folder,
+    write_json,
+)
+from draftsmith.evaluate.layout import (
+    ARCHITECTURE,
+    ExportInfo,
+    check_weights,
+    config_from_values,
+    qwen3_values,
+    split_weights,
+)
+from draftsmith.records import TargetFacts
 
 FORMAT_VERSION = "0.9.0"
 
@@ -104,3 +123,59 @@ def export_speculators(
             (folder / CARD).write_text(card, encoding="utf-8")
 
     return write_folder(out, write)
+
+
+def verify_speculators(
+    path: Path, config: DrafterConfig, facts: TargetFacts, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Read an exported folder back and hold it against what was trained; arguments as `verify_export`.
+
+    Raises:
+        ExportError: naming the first thing that would serve otherwise than it trained.
+    """
+    where = path / CONFIG
+    values = read_json(where)
+    written = config_from_speculators(values, config.num_target_layers, str(where))
+    named = read_weights(path)
+    check_weights({name: tuple(weight.shape) for name, weight in named.items()}, written, str(path))
+    check_against_training(written, config, where)
+    check_against_target(written, facts, str(where))
+    if weights is not None:
+        check_values(path, weights)
+
+
+def config_from_speculators(values: Mapping[str, Any], num_target_layers: int, where: str) -> DrafterConfig:
+    """The DrafterConfig that a config.json of the speculators layout states.
+
+    Args:
+        values: the file.
+        num_target_layers: which it can't state.
+        where: for errors.
+
+    Raises:
+        ExportError: a key missing, one that vLLM would read as another drafter, or as `config_from_values`.
+    """
+    try:
+        layers: dict[str, Any] = dict(values["transformer_layer_config"])
+        proposal: dict[str, Any] = values["speculators_config"]["proposal_methods"][0]
+        layers |= {
+            "target_layer_ids": [int(layer) - 1 for layer in values["aux_hidden_state_layer_ids"]],
+            "block_size": values["block_size"],
+            "mask_token_id": values["mask_token_id"],
+            "num_target_layers": num_target_layers,
+        }
+        written = config_from_values(layers, where)
+        stated = {
+            "speculators_model_type": (values["speculators_model_type"], "dflash"),
+            "draft_vocab_size": (values["draft_vocab_size"], written.vocab_size),
+            "target_hidden_size": (values["target_hidden_size"], written.hidden_size),
+            "sample_from_anchor": (values["sample_from_anchor"], False),
+            "sliding_window_non_causal": (values["sliding_window_non_causal"], check_attention(written)),
+            "speculative_tokens": (proposal["speculative_tokens"], written.block_size - 1),
+        }
+    except (KeyError, IndexError) as error:
+        raise ExportError(f"{where} lacks {error}: without it vLLM guesses, so export it again") from error
+    for name, (found, needed) in stated.items():
+        if found != needed:
+            raise ExportError(f"{where} states {name} {found}, where this drafter needs {needed}: export it again")
+    return written

@@ -95,7 +95,7 @@ def resolve_drafter(options: DrafterOptions, facts: TargetFacts, choices: Choice
         head_dim=heads.head_dim,
         rms_norm_eps=facts.rms_norm_eps,
         layer_types=(SLIDING,) * (layers - full) + (FULL,) * full,
-        sliding_window=options.sliding_window,
+        sliding_window=options.sliding_window if full < layers else 0,
         block_size=block,
         mask_token_id=mask,
         taps=tuple(taps),

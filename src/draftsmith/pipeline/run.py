@@ -317,7 +317,7 @@ def _export(stage: Stage, weights: dict[str, Tensor], measured: EvalResult | Non
         name=str(out),
     )
     export_zlab(stage.start.drafter, weights, info, out, torch.bfloat16, card)
-    verify_export(out, stage.start.config, stage.target.facts)
+    verify_export(out, stage.start.config, stage.target.facts, weights)
     return out
 
 
