@@ -194,9 +194,12 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
         bounds = [[row["tau"] - row["tau_low"] for row in mine], [row["tau_high"] - row["tau"] for row in mine]]
         color = f"C{index}"
         axes.errorbar(minutes, taus, yerr=bounds, fmt="o", markersize=4, linewidth=1, alpha=0.5, color=color)
-        budgets = sorted({row["minutes"] for row in mine})
-        means = [statistics.mean(row["tau"] for row in mine if row["minutes"] == budget) for budget in budgets]
-        axes.plot(budgets, means, marker="D", color=color, label=name)
+        groups = [
+            [row for row in mine if row["minutes"] == budget] for budget in sorted({row["minutes"] for row in mine})
+        ]
+        spent = [statistics.mean(row["seconds"] for row in group) / 60 for group in groups]
+        means = [statistics.mean(row["tau"] for row in group) for group in groups]
+        axes.plot(spent, means, marker="D", color=color, label=name)
     axes.set_xlabel("minutes of training steps on one GPU")
     axes.set_ylabel("tau, draft-verify loop")
     axes.set_title("SmolLM2-135M target: tokens per verify step", fontsize=10)
