@@ -20,10 +20,18 @@ from draftsmith.evaluate.source import open_drafter
 from draftsmith.pipeline.placement import place
 from draftsmith.pipeline.run import RunConfig, RunResult
 from draftsmith.pipeline.run import train as run_training
-from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
+from draftsmith.pipeline.settings import (
+    AnswerOptions,
+    BatchOptions,
+    DataOptions,
+    DrafterOptions,
+    MeasureOptions,
+    PipelineConfig,
+)
 from draftsmith.target.model import TargetConfig, load_target
 
 __all__ = [
+    "AnswerOptions",
     "BatchOptions",
     "DataOptions",
     "DrafterOptions",

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import ConfigError
-from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
+from draftsmith.pipeline.settings import (
+    AnswerOptions,
+    BatchOptions,
+    DataOptions,
+    DrafterOptions,
+    MeasureOptions,
+    PipelineConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +43,13 @@ from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptio
         (DataOptions, {}, "give --data CHATS, or --features"),
         (DataOptions, {"features": "f", "cache_features": True}, "drop --cache-features"),
         (DataOptions, {"data": "d", "hold_out": -1}, "--hold-out -1"),
+        (
+            AnswerOptions,
+            {"answer_temperature": -0.5},
+            "--answer-temperature -0.5 is below 0: give 0 for greedy answers",
+        ),
+        (AnswerOptions, {"answer_tokens": 0}, "--answer-tokens and --answer-batch must be 1 or more"),
+        (AnswerOptions, {"answer_batch": 0}, "--answer-tokens and --answer-batch must be 1 or more"),
         (MeasureOptions, {"num_prompts": -1}, "--num-prompts"),
         (MeasureOptions, {"eval_every": -1}, "--eval-every"),
         (MeasureOptions, {"max_new_tokens": 0}, "--max-new-tokens"),
@@ -47,7 +61,7 @@ def test_refuses(kind: Any, options: dict[str, Any], message: str) -> None:
 
 
 def test_defaults_are_fine() -> None:
-    for kind in (DrafterOptions, BatchOptions, PipelineConfig, MeasureOptions):
+    for kind in (AnswerOptions, DrafterOptions, BatchOptions, PipelineConfig, MeasureOptions):
         kind()
     DrafterOptions(init_from="drafter")
     DataOptions(data="chats.jsonl")

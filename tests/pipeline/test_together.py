@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from draftsmith.cli import run
-from draftsmith.errors import TargetError
+from draftsmith.errors import ConfigError, TargetError
 from draftsmith.pipeline.run import capture_only
+from draftsmith.pipeline.settings import AnswerOptions
 from draftsmith.pipeline.together import LAUNCH, _is_same_launch, claim_together, load_together
 from draftsmith.pipeline.world import Feed
 from draftsmith.target.model import Target
@@ -132,6 +133,13 @@ def test_features_to_be_captured_first_are_refused_in_ranks(inputs: Path, tmp_pa
     done = in_two_ranks(inputs, tmp_path / "ranks", "--drafters", "1", "--cache-features")
     assert done.returncode != 0
     assert "run draftsmith capture --out F once, then torchrun ... train --features F" in " ".join(done.stderr.split())
+
+
+def test_answers_to_be_made_first_are_refused_in_ranks(tmp_path: Path) -> None:
+    config = replace(write_inputs(tmp_path), out=str(tmp_path / "run"), answers=AnswerOptions(regenerate=True))
+    with pytest.raises(ConfigError, match="run draftsmith regenerate once, with several --server URL"):
+        claim_together(worlds(1, 1)[1], config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

@@ -27,9 +27,16 @@ from draftsmith.target.model import Target
 ACCOUNT = "account.json"
 MARKS = ("config.json", "metrics.jsonl", "checkpoints")
 """Any of these makes a folder a run."""
-LEFT_OVER = frozenset(("data", "data.partial", ".writing-config.json", "launch.json", ".writing-launch.json"))
-"""What a run killed before it was a run leaves: conversations prepared, whole or in part, which are used again, and
-which launch of torchrun it was."""
+ANSWERS = "answers.jsonl"
+"""What the target answered before training, where it was to."""
+LEFT_OVER = frozenset(
+    (
+        *("data", "data.partial", ".writing-config.json", "launch.json", ".writing-launch.json"),
+        *(ANSWERS, f"{ANSWERS}.partial", f"{ANSWERS}.new", f"{ANSWERS}.account.json"),
+    )
+)
+"""What a run killed before it was a run leaves: conversations answered and prepared, whole or in part, which are used
+again, and which launch of torchrun it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,28 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Whether the target answers first, and how."""
+
+    regenerate: bool = False
+    """Let the target answer the questions of --data anew and train on that: rows need no answers of their own."""
+    answer_temperature: float = 1.0
+    """Of these answers: 1 samples the target's own distribution, 0 answers greedily, as a greedy server will."""
+    answer_tokens: int = 512
+    """Longest such answer, in tokens."""
+    answer_batch: int = 16
+    """Answers generated together."""
+    answer_seed: int = 0
+    """Of their sampling."""
+
+    def __post_init__(self) -> None:
+        if self.answer_temperature < 0:
+            raise ConfigError(f"--answer-temperature {self.answer_temperature} is below 0: give 0 for greedy answers")
+        if self.answer_tokens < 1 or self.answer_batch < 1:
+            raise ConfigError("--answer-tokens and --answer-batch must be 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
     """How training measures itself with the true draft-verify loop."""
 

@@ -19,6 +19,7 @@ from draftsmith.data.prepare import PrepareConfig
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig
 from draftsmith.errors import ConfigError
+from draftsmith.pipeline.answers import answer_first
 from draftsmith.pipeline.inputs import TrainingData, compute_dtype, load_data
 from draftsmith.pipeline.placement import Placement, place
 from draftsmith.pipeline.resolve import (
@@ -32,7 +33,14 @@ from draftsmith.pipeline.resolve import (
     resolve_step,
     start_layers,
 )
-from draftsmith.pipeline.settings import BatchOptions, DataOptions, DrafterOptions, MeasureOptions, PipelineConfig
+from draftsmith.pipeline.settings import (
+    AnswerOptions,
+    BatchOptions,
+    DataOptions,
+    DrafterOptions,
+    MeasureOptions,
+    PipelineConfig,
+)
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.store import Origin, StoreIndex, index_of, read_index
 from draftsmith.records import BatchShape
@@ -53,6 +61,7 @@ class RunConfig:
     """The run's folder: log, checkpoints, drafter (for capture: the features' folder)."""
     target: TargetConfig
     data: DataOptions
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
@@ -165,10 +174,18 @@ def load_inputs(
             target = load_light_target(config.target, lambda facts: start_layers(config.drafter, facts))
     if (remark := slow_fallback(target.facts)) and where.type == "cuda":
         console.print(f"[yellow]{escape(remark)}[/yellow]")
-    data = load_data(config.data, config.prepare, target, run, console) if config.data.data else None
+    data = _load_data(config, target, run, console) if config.data.data else None
     folder = Path(config.data.features)
     store = (folder, read_index(folder)) if from_disk else None
     return Inputs(placement=placement, target=target, data=data, store=store)
+
+
+def _load_data(config: RunConfig, target: Target, run: Path | None, console: Console) -> TrainingData:
+    """The conversations named, or the target's answers to them."""
+    options, kwargs = config.data, dict(config.prepare.tokenize.template_kwargs)
+    if config.answers.regenerate:
+        options = answer_first(options, config.answers, kwargs, target, run, console)
+    return load_data(options, config.prepare, target, run, console)
 
 
 def resolve_stage(

@@ -43,12 +43,17 @@ def claim_together(world: World, config: RunConfig) -> tuple[Path, RunConfig]:
 
     Raises:
         CheckpointError: the folder holds something else, or this host doesn't see it.
-        ConfigError: features to be captured first, which one process does.
+        ConfigError: answers or features to be made first, which one process does.
     """
     if config.data.cache_features:
         raise ConfigError(
             "--cache-features captures in one process before training: run draftsmith capture --out F once, then "
             "torchrun ... train --features F"
+        )
+    if config.answers.regenerate:
+        raise ConfigError(
+            "--regenerate answers in one process before training: run draftsmith regenerate once, with several "
+            "--server URL where there is much to answer, then torchrun ... train --data with its file"
         )
     out = Path(config.out)
     if world.roles.is_chief:
