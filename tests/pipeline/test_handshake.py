@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
-import numpy as np
 import pytest
 
 from draftsmith.errors import StalledError
 from draftsmith.pipeline.distributed import ENDED, Receiver, SendRing, hear_the_end, say_goodbye
 from draftsmith.pipeline.stop import StoppedError
+from tests.pipeline.endings import STRUCK, Run, run_to_its_end
 from tests.pipeline.test_buffers import ring_of
 from tests.pipeline.test_world import worlds
 
@@ -59,44 +56,6 @@ def test_a_failure_ends_both_waits() -> None:
         receiver._agree(0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_ends_never_leave_a_side_waiting_and_never_lose_a_promise(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    target, drafter = worlds(1, 1)
-    receiver, sender = Receiver(drafter, ring_of(1, drafter.stop)), SendRing(target, 0)
-    sent: list[int] = []
-    received: list[int] = []
-    slow = [float(x) for x in generator.random(2) * 3e-3]
-
-    def send() -> None:
-        try:
-            for number in range(100_000):
-                time.sleep(slow[0])
-                sender.acquire(number, "target 0", nothing)
-                sent.append(number)
-        except StoppedError:
-            say_goodbye(target)
-
-    def receive() -> None:
-        try:
-            while not drafter.has(ENDED):  # as a closed ring has no room to give
-                receiver._agree(0)
-                time.sleep(slow[1])
-                received.append(len(received))
-        except StoppedError:
-            return
-
-    threads = [threading.Thread(target=send), threading.Thread(target=receive)]
-    for thread in threads:
-        thread.start()
-    time.sleep(float(generator.random() * 0.05))
-    drafter.tell(ENDED)
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
-    assert received == sent
-
-
 def test_the_end_of_a_drafter_is_told_once() -> None:
     target, drafter = worlds(1, 1)
     ring = ring_of(1, drafter.stop)
@@ -107,3 +66,34 @@ def test_the_end_of_a_drafter_is_told_once() -> None:
     look()
     look()
     assert SendRing(target, 0).wait_closed(0)
+
+
+def check_ending(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole run in ranks, as the product drives them, at random sizes, speeds and ends; see endings.py.
+
+    Nobody is left waiting, every promise is kept, and each drafter has read the very batches of its steps, in order.
+    """
+    run = Run.draw(seed)
+    ended = run_to_its_end(run, monkeypatch)
+    assert not ended.still_waiting, (run, ended.still_waiting)
+    if ended.errors:
+        struck = [error for error in ended.errors.values() if error.startswith("WorkerError")]
+        assert struck == [f"WorkerError: {run.error} failed: ValueError: {STRUCK}"], (run, ended.errors)
+        return
+    assert ended.promised == ended.received, run
+    assert len(set(ended.steps)) == 1, run
+    assert ended.steps[0] == run.steps or run.stop_after is not None, run
+    num_sequences = -(-ended.steps[0] // run.draws)
+    for drafter, read in enumerate(ended.read):
+        assert read == [sequence * run.drafters + drafter for sequence in range(num_sequences)], run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_ends_leave_nobody_waiting(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_ending(seed, monkeypatch)
+
+
+@pytest.mark.long
+def test_500_random_ends_leave_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100, 600):
+        check_ending(seed, monkeypatch)

@@ -4,6 +4,17 @@ A batch goes over in three moves, told through the store: the drafter says that 
 target says that it sends, then both enter the transfer. So a send is only ever posted to a peer that is about to
 receive, nothing waits inside the library for long, and no buffer is overwritten. At the end the drafters tell the
 targets, which send what they promised and then say goodbye; a receiver waits for that, not for more batches.
+
+Why no end leaves anybody waiting. All drafters end with the same step, each with every batch that it needed, and close
+their rings; the first to do so tells ENDED. From then on
+- room stops: a receiver gives room only for a free slot of an open ring, and a drafter that has ended frees none, so
+  after ENDED each gives room for at most as many batches as its ring has slots;
+- hence every target comes to see ENDED: it looks for room first, and takes what is left of it, but then there is none;
+- a promise is always kept, since it is made in the same call that returns to send it, and goodbye comes after it (from
+  a `finally`, so also after an error);
+- a receiver that gave room in vain sees goodbye. It looks for goodbye before it looks for the promise: a promise made
+  before goodbye is thus never missed, and none is made after it.
+What a dead process leaves undone is not told here: the transfer breaks, or `World.look` finds that it doesn't answer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from draftsmith.pipeline.assemble import Blueprint, Team, build_drafter, build_r
 from draftsmith.pipeline.buffers import FeatureRing, WaitClock
 from draftsmith.pipeline.distributed import GroupReducer, Receiver, SendRing, hear_the_end, say_goodbye, warm_links
 from draftsmith.pipeline.placement import Placement
-from draftsmith.pipeline.producing import Producer, run_producer
+from draftsmith.pipeline.producing import Outlet, Producer, run_producer
 from draftsmith.pipeline.reduce import NoReduce, Reducer
 from draftsmith.pipeline.team import Worker, joint_loop, make_stream, run_workers
 from draftsmith.pipeline.world import World
@@ -60,10 +60,7 @@ class TargetRank:
         clock = Telling(world, producer.clock)
 
         def loop() -> None:
-            try:
-                run_producer(producer, numbers, self._rings, world.stop)
-            finally:
-                say_goodbye(world)
+            send_batches(world, producer, numbers, self._rings)
 
         def watch() -> None:
             world.look()
@@ -75,6 +72,19 @@ class TargetRank:
             run_workers([worker], world.stop, watch)
         finally:
             producer.close()
+
+
+def send_batches(world: World, producer: Producer, numbers: Iterator[int], rings: Sequence[Outlet]) -> None:
+    """The life of a target's thread: its batches until the drafters end, then, however it ended, goodbye.
+
+    Raises:
+        StoppedError: the run failed, or the drafters ended before the last number.
+        StalledError: no room in time.
+    """
+    try:
+        run_producer(producer, numbers, rings, world.stop)
+    finally:
+        say_goodbye(world)
 
 
 Feeder = Callable[[FeatureRing], Producer]
