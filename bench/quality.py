@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,22 @@ def measure(
     return evaluate_prompts(target, drafter.to(DEVICE, compute_dtype(ON_GPU)), prompts, config, name=name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: what, for how long, from which seed, and how long a step takes."""
+
+    variant: Variant
+    minutes: float
+    seed: int
+    seconds_a_step: float
+
+
 def run(
-    variant: Variant,
-    minutes: float,
-    seed: int,
-    each: float,
-    target: Target,
-    corpus: Corpus,
-    prompts: Sequence[Prompt],
-    arguments: argparse.Namespace,
+    job: Job, target: Target, corpus: Corpus, prompts: Sequence[Prompt], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Train one drafter for its time and measure it. `counts` are tokens committed and verify steps of each prompt."""
-    steps = max(2, int(minutes * 60 / each))
+    variant, minutes, seed = job.variant, job.minutes, job.seed
+    steps = max(2, int(minutes * 60 / job.seconds_a_step))
     contender = CONTENDERS[variant.system](variant, target, corpus, seed, steps)
     contender.step()  # outside the time: it may compile again
     seconds = timed_steps(contender, steps - 1)
@@ -290,7 +295,8 @@ def train_all(arguments: argparse.Namespace, variants: Sequence[Variant], result
         try:
             if name not in speeds:
                 speeds[name] = seconds_a_step(variant, target, corpus, arguments)
-            row = run(variant, minutes, seed, speeds[name], target, corpus, prompts, arguments)
+            job = Job(variant=variant, minutes=minutes, seed=seed, seconds_a_step=speeds[name])
+            row = run(job, target, corpus, prompts, arguments)
         except RuntimeError as error:  # absent, out of memory, or a rival's own failure on this version of torch
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             result["left_out"][name] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
