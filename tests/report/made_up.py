@@ -34,7 +34,18 @@ def train_line(step: int, speed: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def system_line(step: int, speed: float, gpus: int) -> dict[str, Any]:
+def gpu(index: int, step: int, told: bool) -> dict[str, Any]:
+    """As a log line has it: `told` where the driver answers, null before its first sample."""
+    line: dict[str, Any] = {
+        "allocated_bytes": 40e9 + index * 1e10, "reserved_bytes": 60e9 + index * 1e10, "peak_bytes": 62e9 + index * 1e10
+    }  # fmt: skip
+    if told:
+        share = None if step < 20 else (0.97, 0.74, 0.88)[index % 3] - (0.4 if step % 100 == 0 else 0.0)
+        line |= {"utilisation": share, "used_bytes": 63e9 + index * 1e10}
+    return line
+
+
+def system_line(step: int, speed: float, gpus: int, told: bool) -> dict[str, Any]:
     target = {"busy": 0.82, "waiting_input": 0.0, "waiting_room": 0.18, "tokens_per_s": 9000.0, "padding": 0.05}
     drafter = {"busy": 0.97, "waiting_input": 0.03, "waiting_room": 0.0, "tokens_per_s": 20000.0, "padding": 0.0}
     line: dict[str, Any] = {
@@ -42,19 +53,16 @@ def system_line(step: int, speed: float, gpus: int) -> dict[str, Any]:
         "workers": {"target 0": target, "target 1": target, "drafter 0": drafter}, "queue_depth": [2],
     }  # fmt: skip
     if gpus:
-        line["gpus"] = {
-            f"cuda:{index}": {"allocated_bytes": 40e9 + index * 1e10, "reserved_bytes": 60e9, "peak_bytes": 62e9}
-            for index in range(gpus)
-        }
+        line["gpus"] = {f"cuda:{index}": gpu(index, step, told) for index in range(gpus)}
     return line
 
 
-def write_run(folder: Path, *, speed: float = 1.0, gpus: int = 0, evaluated: bool = True) -> Path:
+def write_run(folder: Path, *, speed: float = 1.0, gpus: int = 0, told: bool = True, evaluated: bool = True) -> Path:
     """A run of 400 steps with two evaluations on the way."""
     folder.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
     for step in range(10, 401, 10):
-        lines += [train_line(step, speed), system_line(step, speed, gpus)]
+        lines += [train_line(step, speed), system_line(step, speed, gpus, told)]
         if step in (100, 300) and evaluated:
             lines.append({"kind": "eval", "step": step, "time": 1.8e9, **summary(1.6 + step * speed / 300)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -15,7 +15,7 @@ RATES = ["labels-rate", "step-ms", "gradient", "workers", "waiting"]
 def test_every_picture_draws_every_run(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, gpus=2), name) for name in ("first", "second")]
     charts = all_charts(runs)
-    assert [chart.key for chart in charts] == [*ALWAYS, *RATES, "memory"]
+    assert [chart.key for chart in charts] == [*ALWAYS, *RATES, "utilisation", "memory"]
     for chart in charts:
         text = chart.svg()
         assert "first" in text

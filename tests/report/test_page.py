@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Run:
 def test_the_page_holds_all_it_needs(run: Run, tmp_path: Path) -> None:
     written = write_report([run], tmp_path / "out" / "page.html", {"a <run>": "draftsmith train --target t"})
     page = written[0].read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "http" not in page.replace("http://www.w3.org", "")  # self-contained
     assert "prefers-color-scheme: dark" in page
     assert "a &lt;run&gt;" in page
@@ -72,6 +72,17 @@ def test_a_run_without_plain_decoding_or_evaluation_has_dashes_or_nothing(tmp_pa
     assert "speed-up" not in {number.name for number in run_part(bare, "").numbers}
 
 
+def test_utilisation_is_among_the_figures_to_see_first(run: Run, tmp_path: Path) -> None:
+    def shown(one: Run) -> list[tuple[str, str]]:
+        return [(number.value, number.note) for number in run_part(one, "").numbers if number.name == "GPUs busy"]
+
+    assert shown(run) == [("93%", "utilisation")]
+    several = read_run(write_run(tmp_path / "g", gpus=3), "g")
+    assert shown(several) == [("82%", "utilisation; least cuda:1, 70%")]
+    assert shown(read_run(write_run(tmp_path / "t", gpus=2, told=False), "t")) == []
+    assert shown(read_run(write_run(tmp_path / "c"), "c")) == []
+
+
 def test_large_numbers_are_short() -> None:
     assert [short(value) for value in (12, 1500, 2.5e6, 3e9)] == ["12", "1.5K", "2.5M", "3.0B"]
 
@@ -87,6 +98,6 @@ def test_a_browser_finds_the_figures_and_reports_no_error(run: Run, tmp_path: Pa
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert done.stdout.count("<figure") == 12
+    assert done.stdout.count("<figure") == 13
     assert 'id="evaluation"' in done.stdout
     assert "CONSOLE" not in done.stderr

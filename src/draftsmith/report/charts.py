@@ -8,20 +8,17 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-from draftsmith.report.paper import Axes, Chart, colour, new_axes
+from draftsmith.report.gpus import gpu_charts
+from draftsmith.report.paper import Axes, Chart, colour, legend_above, new_axes
 from draftsmith.report.runs import Line, Run, number
 
 WAITS = ("busy", "waiting_input", "waiting_room")
 WAIT_NAMES = {"busy": "busy", "waiting_input": "waits for input", "waiting_room": "waits for room"}
-GB = 1e9
 
 
 def all_charts(runs: Sequence[Run]) -> list[Chart]:
     """Every picture that these runs have numbers for, in the order of the page."""
-    charts = [*_progress(runs), _survival(runs), *_rates(runs), _workers(runs), _waiting(runs)]
-    if any(line.get("gpus") for run in runs for line in run.systems):
-        charts.append(_memory(runs))
-    return charts
+    return [*_progress(runs), _survival(runs), *_rates(runs), _workers(runs), _waiting(runs), *gpu_charts(runs)]
 
 
 def _lines(axes: Axes, runs: Sequence[Run], x: Callable[[Run], list[float]], key: str) -> None:
@@ -132,6 +129,7 @@ def _rates(runs: Sequence[Run]) -> list[Chart]:
         def draw() -> Figure:
             figure, axes = new_axes("minutes of training", label)
             _lines(axes, runs, lambda run: run.minutes(run.train), key)
+            axes.margins(y=0.25)  # room for the legend above curves that are level
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
             return figure
@@ -175,7 +173,7 @@ def _workers(runs: Sequence[Run]) -> Chart:
         axes.invert_yaxis()
         axes.set_xlim(0, 1)
         axes.grid(visible=False, axis="y")
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=len(WAITS))
+        legend_above(axes)
         return figure
 
     note = "Targets that wait for room are faster than the drafters; drafters that wait for input, faster than those."
@@ -205,31 +203,3 @@ def _role_waits(line: Line, role: str) -> float:
     """Mean waiting share of a role's workers; NaN where it has none (features from disk have readers)."""
     shares = [1.0 - number(worker["busy"]) for name, worker in line["workers"].items() if name.startswith(role)]
     return sum(shares) / len(shares) if shares else float("nan")
-
-
-def _memory(runs: Sequence[Run]) -> Chart:
-    def series(run: Run, device: str, key: str) -> list[float]:
-        return [number(_gpu(line, device).get(key)) / GB for line in run.systems]
-
-    def draw() -> Figure:
-        figure, axes = new_axes("minutes of training", "GB")
-        index = 0
-        for run in runs:
-            devices = sorted({device for line in run.systems for device in line.get("gpus", {})})
-            for device in devices:
-                label = f"{run.name} {device}" if len(runs) > 1 else device
-                times = run.minutes(run.systems)
-                for key, style in (("reserved", "-"), ("allocated", "--")):
-                    values = series(run, device, f"{key}_bytes")
-                    axes.plot(times, values, style, color=colour(index), label=f"{label}, {key}")
-                index += 1
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8)
-        return figure
-
-    note = "Level lines are the promise: everything is allocated once."
-    return Chart(key="memory", title="GPU memory", note=note, draw=draw)
-
-
-def _gpu(line: Line, device: str) -> Mapping[str, Any]:
-    return line.get("gpus", {}).get(device, {})

@@ -13,6 +13,7 @@ import jinja2
 
 from draftsmith import __version__
 from draftsmith.report.charts import all_charts
+from draftsmith.report.gpus import busy_gpus
 from draftsmith.report.paper import Chart
 from draftsmith.report.runs import Run
 
@@ -168,6 +169,12 @@ def _numbers(run: Run) -> list[Figure]:
         found.insert(0, Figure(name="tau", value=f"{tau['value']:.2f}", note=note))
         if speedup is not None:
             found.insert(1, Figure(name="speed-up", value=f"{speedup:.2f}x", note="one request at a time"))
+    busy = busy_gpus(run)
+    if busy:
+        mean = sum(gpu.share for gpu in busy) / len(busy)
+        least = min(busy, key=lambda gpu: gpu.share)
+        note = "utilisation" if len(busy) == 1 else f"utilisation; least {least.device}, {least.share:.0%}"
+        found.append(Figure(name="GPUs busy", value=f"{mean:.0%}", note=note))
     if last["skipped"]:
         found.append(Figure(name="skipped steps", value=f"{last['skipped']}", note="non-finite gradients"))
     return found

@@ -21,9 +21,14 @@ INK, GRID = "#0a0b0c", "#0a0b0d"
 """Stand-ins that no series uses: in SVG they become variables of the page, so that it can turn dark."""
 VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)"}
 LIGHT_INK, LIGHT_GRID = "#1c2024", "#d9dde2"
-SERIES = ("#2f7fd6", "#e07b00", "#169c6b", "#c2418b", "#8a63d2", "#8c7a00")
-"""Told apart on white and on near-black, and by the colour-blind in this order."""
-SIZE = (5.6, 3.2)
+SERIES = ("#2f7fd6", "#e07b00", "#169c6b", "#c2418b", "#8a63d2", "#8c7a00", "#b5473c", "#1aa3b8")
+"""Told apart on white and on near-black, and by the colour-blind in this order; as many as a host usually has GPUs."""
+SIZE = (4.6, 2.9)
+"""Inches: small against the text in it, since a page shows pictures at about this size, or smaller on a phone."""
+LEGEND_LETTERS, LEGEND_HANDLE = 72, 8
+"""Letters that a legend's row holds, and how many of them a line before its name takes."""
+LEGEND_ROW = 0.17
+"""Inches."""
 Axes = Any
 """matplotlib's Axes, whose own types are partly unknown."""
 
@@ -56,7 +61,7 @@ class Chart:
         """Write `KEY.png` in light colours."""
         path = folder / f"{self.key}.png"
         with _style(LIGHT_INK, LIGHT_GRID):
-            self.draw().savefig(path, format="png", dpi=150, facecolor="white")
+            self.draw().savefig(path, format="png", dpi=200, facecolor="white")
         return path
 
 
@@ -89,6 +94,15 @@ def new_axes(x: str, y: str) -> tuple[Figure, Axes]:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     return figure, axes
+
+
+def legend_above(axes: Axes) -> None:
+    """Above the picture, for curves that fill it: as many columns as fit beside each other."""
+    words = [str(text) for text in axes.get_legend_handles_labels()[1]]
+    columns = max(1, min(len(words), LEGEND_LETTERS // (max(map(len, words)) + LEGEND_HANDLE)))
+    rows = -(-len(words) // columns)
+    axes.figure.set_figheight(SIZE[1] + LEGEND_ROW * (rows - 1))  # the curves keep their height
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=columns, columnspacing=1.0)
 
 
 def colour(index: int) -> str:
