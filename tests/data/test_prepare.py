@@ -3,15 +3,19 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftsmith.data.convert import RowConverter
 from draftsmith.data.prepare import PrepareConfig, expected_rows, prepare, tokenizer_digest
@@ -160,6 +164,52 @@ def test_a_killed_preparation_goes_on_where_it_was(
     assert resumed.lengths == whole.lengths
     assert not (tmp_path / "out.partial").exists()
     assert sorted(file.name for file in (tmp_path / "out").iterdir())[:1] == ["account.json"]
+
+
+PREPARING = """
+import sys
+from transformers import AutoTokenizer
+from draftsmith.data.prepare import PrepareConfig, prepare
+if __name__ == "__main__":
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    prepare(sys.argv[2], tokenizer, sys.argv[3], PrepareConfig(workers=2, shard_rows=200, duplicates="drop-exact"))
+"""
+
+
+def _descendants(process: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.long
+def test_a_preparation_killed_by_the_system_leaves_no_process_and_goes_on(
+    tokenizer_for: ForTemplate, chats: Path, tmp_path: Path
+) -> None:
+    """SIGKILL once two shards are there; then the same files, byte for byte, as without."""
+    tokenizer_for("chatml").save_pretrained(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    write(chats, [row(index % 1800) for index in range(2000)])
+    (tmp_path / "run.py").write_text(PREPARING)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    prepare(chats, tokenizer, whole, PrepareConfig(shard_rows=200, duplicates="drop-exact"))
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "tokenizer"), str(chats)]
+    with subprocess.Popen([*command, str(out)]) as process:
+        while not (tmp_path / "out.partial" / "data-00001.json").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        helpers = _descendants(process.pid)
+        process.kill()
+    assert not out.exists()
+    assert len(helpers) >= 2
+    assert psutil.wait_procs(helpers, timeout=20)[1] == [], "still there after their parent's end"
+    subprocess.run([*command, str(out)], check=True)
+    for file in ("data-00000.arrow", "data-00004.arrow", "data-00009.arrow", "state.json", "dataset_info.json"):
+        assert (out / file).read_bytes() == (whole / file).read_bytes()
+    ready, wanted = load_prepared(out), load_prepared(whole)
+    assert ready.account.as_json() == wanted.account.as_json()
+    assert ready.account.skipped.total() == 200
 
 
 def test_leftovers_of_another_preparation_are_not_mixed_in(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -121,7 +122,10 @@ def convert_rows(rows: Iterable[RawRow], converter: RowConverter, num_workers: i
         return
     iterator = iter(rows)
     waiting: deque[Future[list[Converted]]] = deque()
-    context = multiprocessing.get_context("spawn")  # a forked child would inherit locked thread pools of the tokenizer
+    # A fork of this process would inherit locked thread pools of the tokenizer; one of a fork server inherits nothing
+    # but modules, whose import would otherwise cost every worker seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.tokenization_utils_tokenizers"])
     with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(converter,)) as pool:
         while True:
             while len(waiting) < num_workers * CHUNKS_AHEAD and (chunk := list(islice(iterator, CHUNK_ROWS))):
@@ -144,6 +148,15 @@ _worker_converter: list[RowConverter] = []
 
 def _start_worker(converter: RowConverter) -> None:
     _worker_converter.append(converter)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker holds both ends of the queue that it reads, so it would wait for ever for a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _convert_chunk(rows: list[RawRow]) -> list[Converted]:
