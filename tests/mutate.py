@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 from tests.mutations import MUTATIONS, Mutation  # noqa: E402  (a script finds its own folder only)
 
-TIMEOUT = 300
+TIMEOUT = 900
 """Seconds for the tests of one fault."""
 
 HEADER = """# Faults that the tests were seen to catch

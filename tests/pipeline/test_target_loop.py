@@ -66,9 +66,14 @@ def test_time_spent_waiting_for_room_is_counted() -> None:
     loop = TargetForwardLoop("target 0", [PackedCapture(target, TAPS, SHAPE)], order(), documents(), [ring])
     loop.produce(0)
     served: list[float] = []
-    loop.requests.append(lambda: served.append(time.monotonic()))
-    threading.Timer(0.6, lambda: ring.release(0)).start()
+
+    def serve() -> None:
+        """Requests are served while the loop waits: only then does the time start after which there is room."""
+        served.append(time.monotonic())
+        threading.Timer(0.6, lambda: ring.release(0)).start()
+
+    loop.requests.append(serve)
     loop.produce(1)
-    assert loop.clock.waiting_room >= 0.3
+    assert loop.clock.waiting_room >= 0.6
     assert len(served) == 1
     loop.close()
