@@ -35,8 +35,8 @@ LINE: dict[str, Any] = {
 }
 
 
-def screen(view: TrainView) -> str:
-    console = Console(file=io.StringIO(), width=110)
+def screen(view: TrainView, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(view.render())
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -61,6 +61,22 @@ def test_everything_it_is_told_is_on_the_screen() -> None:
         assert shown in text, shown
     assert "█" * 13 + "·" * 7 + " 0.65" in text
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_a_terminal_of_80_columns_wraps_nothing() -> None:
+    gpu = {"allocated_bytes": 118.25e9, "reserved_bytes": 139.5e9, "utilisation": 1.0}
+    system = LINE["system"] | {"gpus": {f"cuda:{index}": gpu for index in range(8)}}
+    view = TrainView(Console(file=io.StringIO()), total=100_000, done=0)
+    view.show(LINE | {"step": 12_345, "tau": 2.2, "labels_per_s": 1_234_567.0, "system": system})
+    rows = screen(view, 80).splitlines()
+    wide = screen(view, 110).splitlines()
+    assert len(rows) == len(wide)
+    text = "\n".join(rows)
+    assert "1 ██████" in text
+    assert "·" * 4 + " 0.65" in text
+    assert "cuda:7    100% 118.2/139.5 GB" in text
+    assert "cuda:7    100% 118.25 of 139.5 GB" in "\n".join(wide)
+    assert "left" in rows[1]
 
 
 def test_an_empty_view_can_be_drawn() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -20,7 +20,9 @@ from rich.text import Text
 
 from draftsmith.pipeline.show import train_text
 
-BAR_WIDTH = 20
+BAR_WIDTH, NARROW_BAR = 20, 10
+NARROW = 100
+"""Columns of a terminal below which bars and figures are cut short."""
 
 
 class TrainView:
@@ -56,11 +58,17 @@ class TrainView:
             self._last_line = step
 
     def render(self) -> RenderableType:
-        """The screen as it stands."""
+        """The screen as it stands, as wide as where it is shown."""
+        return _Screen(self)
+
+    def panel(self, width: int) -> Panel:
+        """The screen for so many columns."""
+        is_narrow = width < NARROW
         line = self._line
         system = cast(Mapping[str, Any], line.get("system") or {})
-        columns = Table.grid(padding=(0, 3))
-        columns.add_row(_numbers(line), _places(line), _workers(system))
+        columns = Table.grid(padding=(0, 2 if is_narrow else 3))
+        bar = NARROW_BAR if is_narrow else BAR_WIDTH
+        columns.add_row(_numbers(line), _places(line, bar), _workers(system, is_narrow))
         return Panel(Group(self._head(), Text(), columns), title="draftsmith train", title_align="left", padding=(0, 1))
 
     def _head(self) -> RenderableType:
@@ -69,9 +77,19 @@ class TrainView:
         done = max(1, step - self._first)
         left = elapsed / done * (self._total - step)
         head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._total, completed=step, width=2 * BAR_WIDTH)
+        bar = ProgressBar(total=self._total, completed=step, width=BAR_WIDTH + NARROW_BAR)
         head.add_row(f"step {step:,} of {self._total:,}", bar, f"{_clock(elapsed)} gone, {_clock(left)} left")
         return head
+
+
+class _Screen:
+    """A view that learns its width when it is drawn."""
+
+    def __init__(self, view: TrainView) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._view.panel(options.max_width)
 
 
 def _clock(seconds: float) -> str:
@@ -101,23 +119,23 @@ def _numbers(line: Mapping[str, Any]) -> Table:
     return table
 
 
-def _places(line: Mapping[str, Any]) -> Table:
+def _places(line: Mapping[str, Any], bar: int) -> Table:
     """Share of blocks right up to each place (uniform anchors)."""
     table = Table.grid(padding=(0, 1))
     table.add_row(Text("right up to place", style="dim"))
     survival = cast(Sequence[float | None], line.get("place_survival") or [])
     for place, share in enumerate(survival[:8], start=1):
         value = share or 0.0
-        table.add_row(f"{place:>2} {_bar(value)} {value:.2f}")
+        table.add_row(f"{place:>2} {_bar(value, bar)} {value:.2f}")
     return table
 
 
-def _bar(share: float) -> str:
-    filled = round(max(0.0, min(1.0, share)) * BAR_WIDTH)
-    return "█" * filled + "·" * (BAR_WIDTH - filled)
+def _bar(share: float, width: int) -> str:
+    filled = round(max(0.0, min(1.0, share)) * width)
+    return "█" * filled + "·" * (width - filled)
 
 
-def _workers(system: Mapping[str, Any]) -> Table:
+def _workers(system: Mapping[str, Any], is_narrow: bool) -> Table:
     """Busy share of each worker and what it waits for, queue depths, utilisation and memory of each GPU."""
     table = Table.grid(padding=(0, 1))
     table.add_row(Text("worker", style="dim"), Text("busy", style="dim"), Text("waits", style="dim"))
@@ -132,7 +150,8 @@ def _workers(system: Mapping[str, Any]) -> Table:
     if system.get("late_compiles"):
         table.add_row(Text("late compiles", style="yellow"), str(system["late_compiles"]), "")
     for name, gpu in cast(Mapping[str, Mapping[str, float]], system.get("gpus") or {}).items():
-        table.add_row(name, _busy(gpu), f"{gpu['allocated_bytes'] / 1e9:.2f} of {gpu['reserved_bytes'] / 1e9:.1f} GB")
+        used, held = gpu["allocated_bytes"] / 1e9, gpu["reserved_bytes"] / 1e9
+        table.add_row(name, _busy(gpu), f"{used:.1f}/{held:.1f} GB" if is_narrow else f"{used:.2f} of {held:.1f} GB")
     return table
 
 
