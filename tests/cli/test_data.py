@@ -9,6 +9,7 @@ import pytest
 
 from draftsmith.cli import run
 from draftsmith.cli.data import PrepareCommand, RegenerateCommand
+from draftsmith.data.prepared import load_prepared
 from draftsmith.errors import ConfigError
 from draftsmith.target.model import TargetConfig
 from tests.cli.conftest import Files
@@ -20,6 +21,9 @@ def test_prepared_data_is_judged_and_shown(files: Files, capsys: pytest.CaptureF
     assert run([*asked, "--off-policy-rows", "4"]) == 0
     shown = capsys.readouterr().out
     assert "over 4 rows" in shown
+    found = load_prepared(out).facts["on_policy"]
+    assert (found["num_rows"], len(found["gaps"]), found["target"]) == (4, 4, files.target)
+    assert "over 4 rows" in found["verdict"]
     assert f"--data {out}" in shown
     assert run(["inspect", str(out), "--target", files.target, "--rows", "1"]) == 0
     assert "abc abc" in capsys.readouterr().out

@@ -59,6 +59,11 @@ def test_the_gap_tells_own_colder_and_foreign_text(
     assert report.is_foreign == (temperature is None)
     assert ("draftsmith regenerate" in report.verdict) == (temperature is None)
     assert report.num_tokens == 40 * 30
+    kept = report.to_dict()
+    assert kept["verdict"] == report.verdict
+    assert kept["num_rows"] == len(kept["gaps"]) == 40
+    assert sum(kept["gaps"]) / 40 == pytest.approx(kept["mean"], abs=1e-3)
+    assert kept["is_foreign"] == (temperature is None)
     screen = io.StringIO()
     report.print(Console(file=screen, width=200))
     assert "█" in screen.getvalue()

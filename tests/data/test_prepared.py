@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from draftsmith.data.account import Account
 from draftsmith.data.convert import PackedRow
-from draftsmith.data.prepared import PreparedData, load_prepared, record_batch
+from draftsmith.data.prepared import PreparedData, load_prepared, record_batch, record_on_policy
 from draftsmith.errors import DataError
 
 
@@ -38,6 +39,18 @@ def test_a_damaged_account_names_the_remedy(tmp_path: Path) -> None:
         (tmp_path / "account.json").write_text(text)
         with pytest.raises(DataError, match=r"is damaged .*--overwrite"):
             load_prepared(tmp_path)
+
+
+def test_a_verdict_on_the_answers_is_kept_in_the_account(tmp_path: Path) -> None:
+    facts = {"fingerprint": "f", "account": Account(rows_in=1, rows_kept=1).as_json()}
+    (tmp_path / "account.json").write_text(json.dumps(facts))
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": []}))
+    for mean in (0.7, 0.1):
+        record_on_policy(tmp_path, {"mean": mean, "verdict": "whose, \ud800"})
+        data = load_prepared(tmp_path)
+        assert data.facts["on_policy"]["mean"] == mean
+        assert (data.facts["fingerprint"], data.account.rows_kept) == ("f", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["account.json", "state.json"]
 
 
 def test_a_document_is_a_copy() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -36,7 +38,7 @@ def documents(rows: list[list[int]]) -> Documents:
     return Documents(data, range(len(rows)))
 
 
-def test_own_samples_pass_and_foreign_text_is_named_with_its_remedy() -> None:
+def test_own_samples_pass_and_foreign_text_is_named_with_its_remedy(tmp_path: Path) -> None:
     target, text = tiny_target("qwen3"), io.StringIO()
     console = Console(file=text, width=200)
     own = sound_alarm(target, documents(sampled(40)), OnPolicyConfig(), console)
@@ -45,11 +47,15 @@ def test_own_samples_pass_and_foreign_text_is_named_with_its_remedy() -> None:
     assert not own.is_foreign
     draw = torch.Generator().manual_seed(1)
     noise = torch.randint(0, 256, (20, LENGTH), generator=draw).tolist()
-    foreign = sound_alarm(target, documents(noise), OnPolicyConfig(off_policy_rows=10), console)
+    config = OnPolicyConfig(off_policy_rows=10)
+    foreign = sound_alarm(target, documents(noise), config, console, tmp_path / "on_policy.json")
     assert foreign is not None
     assert len(foreign.gaps) == 10
     assert foreign.mean > own.mean + 0.1
     assert text.getvalue().count("nats a token") == 2
+    kept = json.loads((tmp_path / "on_policy.json").read_text())
+    assert kept == {"target": target.facts.name, **foreign.to_dict()}
+    assert kept["verdict"] in " ".join(text.getvalue().split())
 
 
 def test_no_rows_no_alarm() -> None:

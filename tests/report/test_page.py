@@ -35,6 +35,22 @@ def test_the_page_holds_all_it_needs(run: Run, tmp_path: Path) -> None:
     assert written[1].parent.name == "page_png"
 
 
+@pytest.mark.parametrize("is_foreign", [True, False])
+def test_whose_answers_they_were_is_shown_and_said_where_foreign(is_foreign: bool, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    found = {
+        "verdict": "mean 0.6: regenerate <them>", "is_foreign": is_foreign, "num_rows": 200, "num_tokens": 51_234,
+        "mean": 0.6, "standard_error": 0.01, "share_foreign": 0.9, "gaps": [0.6],
+    }  # fmt: skip
+    (folder / "on_policy.json").write_text(json.dumps(found))
+    run = read_run(folder, "a")
+    write_report([run], tmp_path / "page.html", {})
+    page = (tmp_path / "page.html").read_text()
+    assert "200 rows, 51,234 tokens; 90% look foreign" in page
+    assert page.count("regenerate &lt;them&gt;") == (2 if is_foreign else 1)
+    assert ("Of its data: mean 0.6" in verdict(run)) == is_foreign
+
+
 def test_evaluation_shows_before_after_and_groups(run: Run) -> None:
     rows = evaluation_rows(run, many=False)
     assert [row[:2] for row in rows] == [("before", "all"), ("after", "all"), ("after", "code"), ("after", "chat")]

@@ -24,6 +24,16 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert run.versions["torch"] == "2.13.0"
 
 
+def test_whose_answers_it_trained_on_is_the_runs_own_record_or_its_datas(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    assert read_run(folder, "a").on_policy == {}
+    account = json.loads((folder / "data" / "account.json").read_text())
+    (folder / "data" / "account.json").write_text(json.dumps(account | {"on_policy": {"mean": 0.5}}))
+    assert read_run(folder, "a").on_policy == {"mean": 0.5}
+    (folder / "on_policy.json").write_text(json.dumps({"mean": 0.25}))
+    assert read_run(folder, "a").on_policy == {"mean": 0.25}
+
+
 def test_tau_comes_from_the_true_loop_at_both_ends_and_between(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a"), "a")
     assert [(step, round(tau["value"], 2)) for step, tau in run.true_taus()] == [

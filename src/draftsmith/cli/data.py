@@ -19,7 +19,7 @@ from draftsmith.data.inspect import InspectConfig, inspect_data
 from draftsmith.data.onpolicy import OnPolicyConfig
 from draftsmith.data.prepare import PrepareConfig, tokenizer_digest
 from draftsmith.data.prepare import prepare as prepare_data
-from draftsmith.data.prepared import ACCOUNT_FILE, PreparedData, load_prepared
+from draftsmith.data.prepared import ACCOUNT_FILE, PreparedData, load_prepared, record_on_policy
 from draftsmith.data.regenerate import RegenerateConfig, RegenerateReport
 from draftsmith.data.regenerate import regenerate as regenerate_answers
 from draftsmith.data.servers import ServerConfig, ServerGenerate
@@ -107,7 +107,9 @@ def prepare(arguments: Sequence[str]) -> int:
     if _can_score(command, where, console):
         with console.status(f"loading target {escape(command.target.target)}"):
             target = load_target(command.target, where)
-        sound_alarm(target, Documents(data, range(len(data))), command.on_policy, console)
+        found = sound_alarm(target, Documents(data, range(len(data))), command.on_policy, console)
+        if found is not None:
+            record_on_policy(Path(command.out), {"target": target.facts.name, **found.to_dict()})
     console.print(
         f"train on it: draftsmith train --target {command.target.target} --data {command.out}",
         markup=False,

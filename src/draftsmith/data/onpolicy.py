@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -97,6 +97,19 @@ class OnPolicyReport:
         is_cold = self.mean < -2 * self.standard_error - 0.05
         kind = "colder than temperature 1" if is_cold else "at about temperature 1"
         return f"{figure}: the target's own answers, sampled {kind}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it: the verdict in words, its numbers, and every row's gap, nats a token."""
+        return {
+            "verdict": self.verdict,
+            "is_foreign": self.is_foreign,
+            "num_rows": len(self.gaps),
+            "num_tokens": self.num_tokens,
+            "mean": self.mean,
+            "standard_error": self.standard_error,
+            "share_foreign": self.share_foreign,
+            "gaps": [round(gap, 4) for gap in self.gaps],
+        }
 
     def print(self, console: Console) -> None:
         """The verdict and the rows' distribution."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,7 +61,8 @@ class PreparedData:
     def __init__(self, batches: Sequence[RecordBatch], account: Account, facts: dict[str, Any]) -> None:
         self.account = account
         self.facts = facts
-        """Fingerprint, template hash, options and sources, as saved in `account.json`."""
+        """Fingerprint, template hash, options, sources and where known the off-policy alarm's verdict, as saved in
+        `account.json`."""
         self._batches = [batch for batch in batches if batch.num_rows]
         self._starts = [0]
         self.lengths: list[int] = []
@@ -91,6 +93,15 @@ class PreparedData:
         """File and line that document `index` came from."""
         batch, row = self._place(index)
         return str(batch.column(2)[row].as_py())
+
+
+def record_on_policy(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write what the off-policy alarm found into the account of a prepared data set, as `on_policy`."""
+    saved = folder / ACCOUNT_FILE
+    facts = json.loads(saved.read_text(encoding="utf-8")) | {"on_policy": dict(found)}
+    fresh = folder / f"{ACCOUNT_FILE}.new"
+    fresh.write_text(json.dumps(facts, indent=2, ensure_ascii=False), encoding="utf-8", errors="backslashreplace")
+    os.replace(fresh, saved)
 
 
 def load_prepared(path: str | Path) -> PreparedData:

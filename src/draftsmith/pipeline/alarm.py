@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from draftsmith.data.onpolicy import OnPolicyConfig, OnPolicyReport, TokenScores, check_on_policy, sample_indices
 from draftsmith.pipeline.documents import Documents
+from draftsmith.pipeline.inputs import write_whole
 from draftsmith.pipeline.show import ProgressView
 from draftsmith.records import Document
 from draftsmith.target.model import Target
@@ -17,9 +20,10 @@ ROWS_ON_GPU, ROWS_ON_CPU = 200, 24
 
 
 def sound_alarm(
-    target: Target, documents: Documents, config: OnPolicyConfig, console: Console
+    target: Target, documents: Documents, config: OnPolicyConfig, console: Console, out: Path | None = None
 ) -> OnPolicyReport | None:
-    """Score a sample of the documents, read one by one, and print the verdict; None where none is asked for."""
+    """Score a sample of the documents, read one by one, print the verdict and keep it in `out`; None where none is
+    asked for."""
     auto = ROWS_ON_CPU if target.device.type == "cpu" else ROWS_ON_GPU
     count = auto if config.off_policy_rows == "auto" else config.off_policy_rows
     if not count:
@@ -37,6 +41,8 @@ def sound_alarm(
 
         report = check_on_policy(sample, lambda rows: _score(target, rows), config, advance)
     report.print(console)
+    if out is not None:
+        write_whole(out, json.dumps({"target": target.facts.name, **report.to_dict()}, indent=1))
     return report
 
 

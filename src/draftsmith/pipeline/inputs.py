@@ -27,16 +27,19 @@ from draftsmith.target.model import Target
 ACCOUNT = "account.json"
 MARKS = ("config.json", "metrics.jsonl", "checkpoints")
 """Any of these makes a folder a run."""
+ON_POLICY = "on_policy.json"
+"""What the off-policy alarm found before training."""
 ANSWERS = "answers.jsonl"
 """What the target answered before training, where it was to."""
 LEFT_OVER = frozenset(
     (
         *("data", "data.partial", ".writing-config.json", "launch.json", ".writing-launch.json"),
+        *(ON_POLICY, f".writing-{ON_POLICY}"),
         *(ANSWERS, f"{ANSWERS}.partial", f"{ANSWERS}.new", f"{ANSWERS}.account.json"),
     )
 )
 """What a run killed before it was a run leaves: conversations answered and prepared, whole or in part, which are used
-again, and which launch of torchrun it was."""
+again, whose answers they are, and which launch of torchrun it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,8 +127,10 @@ def run_part(run: Run, command: str) -> RunPart:
 
 
 def verdict(run: Run) -> str:
-    """Whether training made the drafter better, and whether it pays here, in a sentence each; "" where not measured."""
-    return " ".join(sentence for sentence in (_better(run), _pays(run)) if sentence)
+    """Whether training made the drafter better, whether it pays here, and whether the answers were foreign, in a
+    sentence each; "" where not measured."""
+    foreign = f"Of its data: {run.on_policy['verdict']}" if run.on_policy.get("is_foreign") else ""
+    return " ".join(sentence for sentence in (_better(run), _pays(run), foreign) if sentence)
 
 
 def _pays(run: Run) -> str:
@@ -196,8 +198,9 @@ def _tables(run: Run) -> list[Table]:
     tables: list[Table] = []
     if run.resolved:
         tables.append(Table(title="What it used", rows=_resolved_rows(run.resolved)))
-    if run.account:
-        tables.append(Table(title="Data", rows=_account_rows(run.account)))
+    data = [*(_account_rows(run.account) if run.account else ()), *_on_policy_rows(run.on_policy)]
+    if data:
+        tables.append(Table(title="Data", rows=data))
     environment = [(name, str(version)) for name, version in run.versions.items()]
     if "gpus" in run.resolved:
         environment.insert(0, ("workers", str(run.resolved["gpus"])))
@@ -225,6 +228,13 @@ def _resolved_rows(resolved: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("seed", order.get("seed")),
     ]
     return [(name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in rows if value is not None]
+
+
+def _on_policy_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    scored = f"{found['num_rows']:,} rows, {found['num_tokens']:,} tokens; {found['share_foreign']:.0%} look foreign"
+    return [("whose answers", str(found["verdict"])), ("scored", scored)]
 
 
 def _account_rows(account: Mapping[str, Any]) -> list[tuple[str, str]]:

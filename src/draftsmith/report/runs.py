@@ -13,6 +13,7 @@ from draftsmith.errors import CheckpointError
 from draftsmith.train.metrics import read_metrics
 
 CONFIG, EVALUATION, ACCOUNT, META = "config.json", "evaluation.json", "account.json", "meta.json"
+ON_POLICY = "on_policy.json"
 Line = Mapping[str, Any]
 
 
@@ -33,6 +34,8 @@ class Run:
     """`before` and `after`, as evaluation wrote them."""
     account: Mapping[str, Any]
     """Of its data; {} where it trained from features or data prepared elsewhere."""
+    on_policy: Mapping[str, Any]
+    """Whether its answers are the target's own; {} where nobody looked."""
     versions: Mapping[str, str]
 
     @property
@@ -103,6 +106,7 @@ def read_run(folder: Path, name: str) -> Run:
         resolved=_in(record, "resolved"),
         evaluation=_json(folder / EVALUATION),
         account=_in(data, "account"),
+        on_policy=_json(folder / ON_POLICY) or _in(data, "on_policy"),
         versions=_in(_json(metas[-1]), "versions") if metas else {},
     )
 
