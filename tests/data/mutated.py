@@ -1,8 +1,9 @@
-"""Rows of every format with random changes: what a fuzz test feeds to the data side."""
+"""Rows of every format with changes: random ones, and kinds that must leave a row as it was, or must be refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,125 @@ def mutated_line(index: int, generator: np.random.Generator) -> bytes:
     if generator.random() < 0.1:
         line = line[: int(generator.integers(len(line) + 1))] + b"\xff" * int(generator.integers(2))
     return line
+
+
+Change = Callable[[Any, np.random.Generator], Any]
+FILLING = [" x ", "\n\n", "中文", "😀", "e\u0301", "\t", "{", "\\", '"']
+"""Put into a question, each leaves a question."""
+MESSAGE_LISTS = ("messages", "conversations")
+
+
+def messages_of(row: Any) -> list[dict[str, Any]]:
+    """The list of messages inside a row, to be changed; [] where it has none."""
+    found = next((row[key] for key in MESSAGE_LISTS if key in row), None)
+    return row["request"]["messages"] if found is None and "request" in row else found or []
+
+
+def _copied(change: Callable[[Any, np.random.Generator], None]) -> Change:
+    def changed(row: Any, generator: np.random.Generator) -> Any:
+        copy = json.loads(json.dumps(row))
+        change(copy, generator)
+        return copy
+
+    return changed
+
+
+def _any_of(generator: np.random.Generator, values: list[Any]) -> Any:
+    return values[generator.integers(len(values))]
+
+
+def _holders(row: Any) -> list[dict[str, Any]]:
+    """Objects whose unknown keys mean nothing: the row and its messages."""
+    return [row, *messages_of(row)]
+
+
+def _unknown_key(row: Any, generator: np.random.Generator) -> None:
+    value = _any_of(generator, [item for item in ODD if item != "\ud800"])
+    _any_of(generator, _holders(row))["nobody knows this"] = value
+
+
+def _null_key(row: Any, generator: np.random.Generator) -> None:
+    row.setdefault(
+        str(_any_of(generator, ["metadata", "tools", "finish_reason", "chat_template_kwargs", "labels"])), None
+    )
+    for message in messages_of(row):
+        message.setdefault("tool_calls", None)
+
+
+def _other_order(row: Any, generator: np.random.Generator) -> None:
+    for holder in _holders(row):
+        items = list(holder.items())
+        holder.clear()
+        holder.update(items[place] for place in generator.permutation(len(items)))
+
+
+def _other_names(row: Any, generator: np.random.Generator) -> None:
+    names = {"role": "from", "content": "value", "from": "role", "value": "content"}
+    for message in messages_of(row):
+        items = [(names.get(key, key), value) for key, value in message.items()]
+        message.clear()
+        message.update(items)
+
+
+def _text_parts(row: Any, generator: np.random.Generator) -> None:
+    for message in messages_of(row):
+        for key in ("content", "value"):
+            if isinstance(message.get(key), str) and message.get("role") != "tool":
+                message[key] = [{"type": "text", "text": message[key]}]
+
+
+def _none_left_out(row: Any, generator: np.random.Generator) -> None:
+    for message in messages_of(row):
+        if message.get("content", "") is None:
+            del message["content"]
+
+
+def _filled_question(row: Any, generator: np.random.Generator) -> None:
+    for message in messages_of(row):
+        if message.get("role", message.get("from")) in ("user", "human"):
+            key = "content" if "content" in message else "value"
+            cut = int(generator.integers(len(message[key]) + 1))
+            message[key] = message[key][:cut] + _any_of(generator, FILLING) + message[key][cut:]
+
+
+HARMLESS: dict[str, Change] = {
+    "an unknown key": _copied(_unknown_key),
+    "a key that is null": _copied(_null_key),
+    "keys in another order": _copied(_other_order),
+    "from and value for role and content": _copied(_other_names),
+    "content in parts": _copied(_text_parts),
+    "no content for content null": _copied(_none_left_out),
+    "another question": _copied(_filled_question),
+}
+"""Rows stay as good as they were, and what is supervised stays the same."""
+
+
+def _half_a_pair(row: Any, generator: np.random.Generator) -> None:
+    message = _any_of(generator, messages_of(row))
+    message["value" if "value" in message else "content"] = "a \ud800"
+
+
+def _no_answer(row: Any, generator: np.random.Generator) -> None:
+    messages = messages_of(row)
+    messages[:] = [
+        message for message in messages if message.get("role", message.get("from")) in ("system", "user", "human")
+    ]
+
+
+def _unknown_role(row: Any, generator: np.random.Generator) -> None:
+    message = _any_of(generator, messages_of(row))
+    message["from" if "from" in message else "role"] = "narrator"
+
+
+def _an_image(row: Any, generator: np.random.Generator) -> None:
+    message = _any_of(generator, messages_of(row))
+    message["value" if "value" in message else "content"] = [{"type": "image", "url": "x"}]
+
+
+HARMFUL: dict[str, tuple[Change, str]] = {
+    "half a surrogate pair": (_copied(_half_a_pair), "text holds half of a surrogate pair"),
+    "no answer": (_copied(_no_answer), "no assistant turn"),
+    "an unknown role": (_copied(_unknown_role), "unknown role"),
+    "an image": (_copied(_an_image), "a content part isn't text (images and audio can't be drafted for)"),
+}
+"""Rows that must be refused, and why."""
