@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.mutations import step
+from tests.mutations import serving, step
 from tests.mutations.mutation import Mutation
 
-MUTATIONS: tuple[Mutation, ...] = (*step.MUTATIONS,)
+MUTATIONS: tuple[Mutation, ...] = (*step.MUTATIONS, *serving.MUTATIONS)
 
 __all__ = ["MUTATIONS", "Mutation"]
