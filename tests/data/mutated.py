@@ -127,8 +127,9 @@ def _null_key(row: Any, generator: np.random.Generator) -> None:
     row.setdefault(
         str(_any_of(generator, ["metadata", "tools", "finish_reason", "chat_template_kwargs", "labels"])), None
     )
-    for message in messages_of(row):
-        message.setdefault("tool_calls", None)
+    for message in messages_of(row):  # as columnar files give every message every key
+        for key in ("role", "from", "content", "value", "tool_calls", "name"):
+            message.setdefault(key, None)
 
 
 def _other_order(row: Any, generator: np.random.Generator) -> None:
