@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.pipeline.assemble import Blueprint
+from draftsmith.pipeline.launch import Hosts, Shares
 from draftsmith.pipeline.ranks import DrafterRank, TargetRank, placement_of
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.world import World, join_world
@@ -78,11 +79,15 @@ def striker(world: World, fault: str, out: Path) -> object:
     return strike
 
 
+def unasked(_hosts: Hosts) -> Shares:
+    raise AssertionError("the roles are given")
+
+
 def main() -> int:
     out, sizes, fault = Path(sys.argv[1]), Sizes(**json.loads(sys.argv[2])), sys.argv[3]
     torch.set_num_threads(1)
     config = PipelineConfig(device="cpu", targets=sizes.targets, drafters=sizes.drafters, stall_seconds=sizes.stall)
-    world = join_world(config)
+    world = join_world(config, unasked)
     assert world is not None
     ended = "finished"
     try:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from draftsmith.errors import CheckpointError
 from draftsmith.evaluate.export import load_zlab
-from draftsmith.pipeline.run import CONFIG, dry_run_config, train, verdict
-from draftsmith.pipeline.stage import RunConfig
+from draftsmith.pipeline.run import CONFIG, train, verdict
+from draftsmith.pipeline.stage import RunConfig, dry_run_config
 from tests.pipeline.runs import losses, quiet, write_inputs
 
 

@@ -19,10 +19,10 @@ import pytest
 
 from draftsmith.cli import run
 from draftsmith.errors import ConfigError, TargetError
+from draftsmith.pipeline.launch import Feed
 from draftsmith.pipeline.run import capture_only
 from draftsmith.pipeline.settings import AnswerOptions
 from draftsmith.pipeline.together import LAUNCH, _is_same_launch, claim_together, load_together
-from draftsmith.pipeline.world import Feed
 from draftsmith.target.model import Target
 from tests.families import save_tiny
 from tests.pipeline.runs import quiet, write_inputs
@@ -126,6 +126,24 @@ def test_ranks_with_a_target_each_train_as_threads_do(inputs: Path, tmp_path: Pa
     done = in_two_ranks(inputs, tmp_path / "ranks", "--colocate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(tmp_path / "ranks", tmp_path / "threads")
+
+
+@pytest.mark.long
+def test_open_roles_are_chosen_once_and_kept(inputs: Path, tmp_path: Path) -> None:
+    """By the first rank's measure of this CPU; the run's own record has the numbers, and a resume begins with them."""
+    out = tmp_path / "ranks"
+    more = ("--no-measure-start", "--num-prompts", "1", "--eval-every", "0")
+    command = ["-m", "draftsmith", *arguments(inputs, out, *more, roles=())]
+    done = torchrun(3, command, seconds=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "auto: targets read" in " ".join(done.stdout.split())
+    roles = json.loads((out / "config.json").read_text())["config"]["pipeline"]
+    assert roles["targets"] + roles["drafters"] == 3
+    assert done.stdout.count("What this run uses, and why") == 1
+    resumed = torchrun(3, ["-m", "draftsmith", "train", "--resume", str(out)], seconds=280)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "auto: targets read" not in resumed.stdout
+    assert f"{roles['targets']} target(s) on" in " ".join(resumed.stdout.split())
 
 
 @pytest.mark.long

@@ -1,19 +1,19 @@
-"""Who is who under torchrun, and how ranks tell a person's stop from a peer's death."""
+"""How ranks tell each other of ends, and a person's stop from a peer's death. Who is who: test_launch."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 from torch import distributed as dist
 
 from draftsmith.errors import ConfigError, StalledError
 from draftsmith.pipeline import world as world_module
+from draftsmith.pipeline.launch import Feed, Hosts, Launch, PeerError, Roles, Shares
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.stop import StoppedError
-from draftsmith.pipeline.world import Feed, Launch, PeerError, Roles, World, assign_roles, join_world
+from draftsmith.pipeline.world import World, join_world
 
 CONFIG = PipelineConfig(device="cpu", stall_seconds=30)
 
@@ -24,8 +24,15 @@ def worlds(num_targets: int, num_drafters: int, store: dist.Store | None = None,
     size = num_targets + num_drafters
     return [
         World(
-            Roles(rank=rank, local_rank=rank, num_targets=num_targets, num_drafters=num_drafters, feed=feed),
-            Launch(rank=rank, local_rank=rank, size=size, restarts=0, run_id="none"),
+            Roles(
+                rank=rank,
+                local_rank=rank,
+                num_targets=num_targets,
+                num_drafters=num_drafters,
+                feed=feed,
+                why="a rank each (torchrun)",
+            ),
+            Launch(rank=rank, local_rank=rank, size=size, local_size=size, restarts=0, run_id="none"),
             CONFIG,
             shared,
         )
@@ -33,76 +40,21 @@ def worlds(num_targets: int, num_drafters: int, store: dist.Store | None = None,
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "size", "split"),
-    [
-        ({}, 2, (1, 1)),
-        ({}, 7, (5, 2)),
-        ({}, 8, (6, 2)),
-        ({"targets": 5}, 8, (5, 3)),
-        ({"drafters": 2}, 3, (1, 2)),
-        ({"targets": 5, "drafters": 2}, 7, (5, 2)),
-    ],
-)
-def test_roles_by_rank(options: dict[str, Any], size: int, split: tuple[int, int]) -> None:
-    roles = [assign_roles(PipelineConfig(**options), rank, rank, size) for rank in range(size)]
-    assert (roles[0].num_targets, roles[0].num_drafters) == split
-    assert [r.is_target for r in roles] == [True] * split[0] + [False] * split[1]
-    assert [r.index for r in roles] == [*range(split[0]), *range(split[1])]
-    assert [r.rank for r in roles if r.is_chief] == [split[0]]
-    assert roles[0].name(size - 1) == f"drafter {split[1] - 1}"
-
-
-@pytest.mark.parametrize(
-    ("options", "size", "message"),
-    [
-        ({"targets": 5, "drafters": 2}, 8, r"torchrun started 8 ranks, which is not 5 target\(s\) \+ 2 drafter\(s\)"),
-        ({"targets": 4}, 4, "set --targets and --drafters to match"),
-    ],
-)
-def test_ranks_that_do_not_add_up(options: dict[str, Any], size: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        assign_roles(PipelineConfig(**options), 0, 0, size)
-
-
-@pytest.mark.parametrize(
-    ("options", "reads_features", "feed"),
-    [({"colocate": True}, False, "joint"), ({}, True, "disk"), ({"drafters": 3}, True, "disk")],
-)
-def test_without_target_ranks_every_rank_trains(options: dict[str, Any], reads_features: bool, feed: str) -> None:
-    roles = [assign_roles(PipelineConfig(**options), rank, rank, 3, reads_features=reads_features) for rank in range(3)]
-    assert [(r.num_targets, r.num_drafters, r.feed) for r in roles] == [(0, 3, feed)] * 3
-    assert not any(r.is_target for r in roles)
-    assert [r.index for r in roles] == [0, 1, 2]
-    assert [r.is_chief for r in roles] == [True, False, False]
-    assert roles[0].name(2) == "drafter 2"
-
-
-@pytest.mark.parametrize("options", [{"targets": 1}, {"drafters": 2}, {"targets": 1, "drafters": 2}])
-def test_features_need_no_target_ranks(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="with --features every one of the 3 ranks trains: drop --targets"):
-        assign_roles(PipelineConfig(**options), 0, 0, 3, reads_features=True)
-
-
-def test_launch_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    assert Launch.read() is None
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Launch.read() is None, "one rank is a run in one process"
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert Launch.read() == Launch(rank=3, local_rank=1, size=8, restarts=2, run_id="none")
-    assert join_world(PipelineConfig(channel="local")) is None
+def unasked(_hosts: Hosts) -> Shares:
+    raise AssertionError("nothing is open")
 
 
 def test_the_distributed_channel_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert join_world(PipelineConfig()) is None
+    assert join_world(PipelineConfig(), unasked) is None
     with pytest.raises(ConfigError, match="--channel distributed needs torchrun"):
-        join_world(PipelineConfig(channel="distributed"))
+        join_world(PipelineConfig(channel="distributed"), unasked)
+
+
+def test_a_local_channel_is_no_world_even_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert join_world(PipelineConfig(channel="local"), unasked) is None
 
 
 def test_a_signal_to_one_rank_is_a_persons_stop_once_every_rank_has_answered() -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from draftsmith.errors import ConfigError
-from draftsmith.plan.hardware import parse_hardware, this_machine
+from draftsmith.plan.hardware import known_card, parse_hardware, this_machine, visible_hardware
 
 
 def test_names_counts_and_rates() -> None:
@@ -49,6 +50,48 @@ def test_what_isnt_hardware_is_refused(text: str, says: str) -> None:
 def test_a_link_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="--link-gbps 0 is not above 0"):
         parse_hardware("h100", link_gbps=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "card"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "rtx-pro-6000"),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA GH200 480GB", 94.5, None),
+        ("NVIDIA GH200 144G HBM3e", 139.8, None),
+        ("NVIDIA L40", 44.4, None),
+        ("Tesla V100-SXM2-16GB", 15.8, None),
+    ],
+)
+def test_cards_are_known_by_the_drivers_name_and_their_memory(name: str, gib: float, card: str | None) -> None:
+    memory = round(gib * 2**30)
+    found = known_card(name, memory)
+    assert (found and found.name) == card
+    if found is not None:
+        assert found.memory == memory
+        assert found.tflops == parse_hardware(found.name).card.tflops
+
+
+def test_a_cpu_is_measured_and_shared_by_its_workers() -> None:
+    hardware = visible_hardware(3, 2, torch.device("cpu"), seconds=0.2)
+    assert (hardware.num_gpus, hardware.card.source) == (6, "measured now")
+    assert 0 < hardware.card.tflops < 100
+    assert 0 < hardware.card.bandwidth < 10
+    assert hardware.card.memory * 3 <= psutil.virtual_memory().total
+    assert not hardware.card.fp8
+
+
+@pytest.mark.gpu
+def test_a_visible_gpu_has_the_plans_rate_or_a_measured_one() -> None:
+    card = visible_hardware(2, 1, torch.device("cuda", 0), seconds=0.5).card
+    assert card.source == "measured now" or card.tflops == parse_hardware(card.name).card.tflops
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

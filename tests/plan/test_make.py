@@ -48,8 +48,11 @@ def test_changes_do_what_they_say(reference: Job) -> None:
 def test_fp8_and_colocation_are_only_offered_where_they_work(reference: Job) -> None:
     names = {change.name for change in make_plan(reference, parse_hardware("4xa100"), Asked()).changes}
     assert "--target-compute fp8" not in names
-    across = make_plan(reference, parse_hardware("4xh100", hosts=2), Asked())
-    assert "--colocate" not in {change.name for change in across.changes}
+    across = make_plan(reference, parse_hardware("4xh100", hosts=2), Asked(targets=6))
+    assert "--colocate" in {change.name for change in across.changes}
+    together = make_plan(reference, parse_hardware("4xh100", hosts=2), Asked(joint=True))
+    assert "--colocate" not in {change.name for change in together.changes}
+    assert together.crossing.limit == float("inf"), "only gradients travel"
 
 
 def test_remarks_name_idle_roles_memory_and_network(reference: Job) -> None:

@@ -31,7 +31,8 @@ def test_cards_without_peers_say_what_the_host_holds(reference: Job) -> None:
 
 
 def test_hosts_say_what_the_network_carries(reference: Job) -> None:
-    assert "of features at host" in shown(reference, "8xh100", hosts=2)
+    assert "of features at host" in shown(reference, "8xh100", hosts=2, asked=Asked(targets=11))
+    assert "of features at host" not in shown(reference, "8xh100", hosts=2, asked=Asked(joint=True))
 
 
 def test_a_plan_that_doesnt_fit_says_so(reference: Job) -> None:

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftsmith.cli.parse import parse, peek, without
 from draftsmith.config import build_config, merge, read_recipe
-from draftsmith.data.buckets import choose_buckets, padding_waste
 from draftsmith.data.prepared import ACCOUNT_FILE, load_prepared
 from draftsmith.errors import ConfigError
-from draftsmith.pipeline.resolve import MAX_ANCHORS, SMALL_WIDTH, Choices, resolve_drafter
-from draftsmith.pipeline.run import RunConfig
+from draftsmith.pipeline.run.roles import plan_job
+from draftsmith.pipeline.stage import RunConfig
+from draftsmith.plan.corpus import ASSUMED_SUPERVISED, ASSUMED_TOKENS, assumed_corpus, corpus_of
 from draftsmith.plan.hardware import Hardware, parse_hardware, this_machine
 from draftsmith.plan.make import Asked, Plan, make_plan
 from draftsmith.plan.show import print_plan
 from draftsmith.plan.workload import Corpus, Job
-from draftsmith.records import BatchShape
-from draftsmith.target.weigh import TargetSize, weigh_target
+from draftsmith.target.weigh import weigh_target
 
 ABOUT = """Plan a run before it runs: memory of every GPU by buffer, tokens a second, the fastest split, hours, and
 what other choices would change. Reads the target's config only: no weights, no GPU.
 
 Takes every flag of train, and --recipe. --data takes a folder from draftsmith prepare; otherwise --tokens stands in.
 --save writes the plan as a recipe: draftsmith train --plan FILE runs it."""
-ASSUMED_PADDING, ASSUMED_FILL = 0.12, 0.95
-"""Between what was seen: 9 to 20% of padding in the target's forwards, batches filled to 94 to 98%."""
 UNNAMED = "chats.jsonl"
 
 
@@ -47,9 +43,9 @@ class PlanCommand:
     """Equal hosts, for runs under torchrun."""
     link_gbps: float = 400.0
     """Gigabits a second between hosts."""
-    tokens: int = 200_000_000
+    tokens: int = ASSUMED_TOKENS
     """Tokens of the data, where --data is not a prepared folder: 100,000 conversations of 2,000."""
-    supervised_share: float = 0.6
+    supervised_share: float = ASSUMED_SUPERVISED
     """Share of them that assistants wrote, likewise."""
     save: str = ""
     """Write the plan as a recipe to this file."""
@@ -119,67 +115,17 @@ def _hardware(command: PlanCommand) -> Hardware:
 
 def job_of(command: PlanCommand) -> Job:
     """Sizes and rates of the run, as `draftsmith train` on GPUs would choose them."""
-    run = command.run
-    size = weigh_target(run.target)
-    # Without a tokenizer no reserved id is known of some families; any id serves a plan.
-    facts = size.facts
-    if not facts.reserved_token_ids:
-        facts = replace(facts, reserved_token_ids=(facts.vocab_size - 1,))
-    drafter = resolve_drafter(run.drafter, facts, Choices())
-    budget = _token_budget(run, size)
-    anchors = min(MAX_ANCHORS, budget // 32) if run.batch.anchors == "auto" else run.batch.anchors
-    shape = BatchShape(
-        num_tokens=budget,
-        num_documents=run.batch.max_documents,
-        num_taps=len(drafter.taps),
-        hidden_size=drafter.hidden_size,
-        dtype=torch.bfloat16,
-        last_hidden=run.loss.distilled,
-    )
-    return Job(
-        target=size,
-        drafter=drafter,
-        shape=shape,
-        corpus=_corpus(command),
-        num_anchors=anchors,
-        labels_per_token=run.batch.labels_per_token,
-        draws=0 if run.batch.draws_per_batch == "auto" else run.batch.draws_per_batch,
-        epochs=run.batch.epochs,
-        max_steps=run.batch.max_steps,
-        accumulation=run.batch.accumulation,
-        ring_slots=run.pipeline.ring_slots,
-        chunk_rows=run.loss.chunk_rows,
-        fp8=run.target.target_compute == "fp8",
-        checkpoint_layers=run.pipeline.checkpoint_layers,
-    )
-
-
-def _token_budget(run: RunConfig, size: TargetSize) -> int:
-    if run.batch.token_budget != "auto":
-        return run.batch.token_budget
-    return 16_384 if size.facts.hidden_size < SMALL_WIDTH else 49_152
+    return plan_job(command.run, weigh_target(command.run.target), _corpus(command))
 
 
 def _corpus(command: PlanCommand) -> Corpus:
     """From a prepared folder, or as assumed."""
     folder = Path(command.run.data.data)
     if not (folder / ACCOUNT_FILE).is_file():
-        return Corpus(
-            tokens=command.tokens,
-            supervised=max(1, round(command.tokens * command.supervised_share)),
-            padding=ASSUMED_PADDING,
-            fill=ASSUMED_FILL,
-            source="assumed; prepare the data and give the folder as --data, or say --tokens",
-        )
+        source = "assumed; prepare the data and give the folder as --data, or say --tokens"
+        return assumed_corpus(command.tokens, command.supervised_share, source)
     data = load_prepared(folder)
-    buckets = choose_buckets(data.lengths, command.run.batch.num_buckets, 64)
-    return Corpus(
-        tokens=data.account.tokens,
-        supervised=data.account.supervised_tokens,
-        padding=padding_waste(data.lengths, buckets),
-        fill=ASSUMED_FILL,
-        source=str(folder),
-    )
+    return corpus_of(data.lengths, data.account.supervised_tokens, command.run.batch.num_buckets, str(folder))
 
 
 def plan_toml(command: PlanCommand, made: Plan) -> str:

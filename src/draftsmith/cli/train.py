@@ -13,8 +13,9 @@ from draftsmith.cli.parse import parse, peek, without
 from draftsmith.config import build_config, merge, read_recipe, read_run
 from draftsmith.errors import ConfigError
 from draftsmith.evaluate.acceptance import render
-from draftsmith.pipeline.run import RunConfig, RunResult, capture_only, dry_run_config
+from draftsmith.pipeline.run import RunConfig, RunResult, capture_only
 from draftsmith.pipeline.run import train as run_training
+from draftsmith.pipeline.stage import dry_run_config
 
 ABOUT = """Train a DFlash drafter: conversations in, a drafter that vLLM and SGLang serve out, its acceptance measured.
 

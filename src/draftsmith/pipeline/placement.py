@@ -18,6 +18,8 @@ class Placement:
     drafters: tuple[torch.device, ...]
     joint: bool
     why: str
+    remarks: tuple[str, ...] = ()
+    """What a person should know of this split before it runs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -32,7 +34,8 @@ class Placement:
 
 
 def place(config: PipelineConfig, *, reads_features: bool = False) -> Placement:
-    """Assign devices: targets first, drafters last.
+    """Assign devices: targets first, drafters last. Roles that are still open get two of seven; a training run has
+    chosen them by rates before.
 
     Args:
         config: what was asked for.
@@ -67,7 +70,7 @@ def place(config: PipelineConfig, *, reads_features: bool = False) -> Placement:
         targets=tuple(gpus[:targets]),
         drafters=tuple(gpus[targets : targets + drafters]),
         joint=False,
-        why="given" if config.targets != "auto" and config.drafters != "auto" else "auto: two of seven train",
+        why="given" if config.targets != "auto" and config.drafters != "auto" else "two of seven train",
     )
 
 

@@ -29,13 +29,14 @@ def placement_of(world: World) -> Placement:
     """Every role as this rank sees it: on its own device."""
     roles, device = world.roles, world.device
     drafters = (device,) * roles.num_drafters
-    if roles.feed == "joint":
-        return Placement(targets=drafters, drafters=drafters, joint=True, why="--colocate, a rank each (torchrun)")
-    if roles.feed == "disk":
-        readers, why = (torch.device("cpu"),), "features come from disk, a rank each (torchrun)"
-        return Placement(targets=readers, drafters=drafters, joint=False, why=why)
-    targets = (device,) * roles.num_targets
-    return Placement(targets=targets, drafters=drafters, joint=False, why="a rank each (torchrun)")
+    targets = {"targets": (device,) * roles.num_targets, "joint": drafters, "disk": (torch.device("cpu"),)}
+    return Placement(
+        targets=targets[roles.feed],
+        drafters=drafters,
+        joint=roles.feed == "joint",
+        why=roles.why,
+        remarks=roles.remarks,
+    )
 
 
 class TargetRank:

@@ -209,11 +209,7 @@ def resolve_draws(
 ) -> Batching:
     """Anchors, draws and steps for an epoch of known size."""
     places = drafter.block_size - 1
-    tile = TILE // math.gcd(drafter.block_size, TILE)
-    if options.anchors == "auto":
-        anchors = max(tile, min(MAX_ANCHORS, order.token_budget // 32) // tile * tile)
-    else:
-        anchors = options.anchors
+    anchors = usual_anchors(order.token_budget, drafter.block_size) if options.anchors == "auto" else options.anchors
     choices.note("anchors", anchors, "a 32nd of the budget" if options.anchors == "auto" else "given")
     labels = anchors * places * corpus.num_batches
     if options.draws_per_batch == "auto":
@@ -237,6 +233,18 @@ def resolve_draws(
     )
 
 
+def usual_anchors(token_budget: int, block_size: int) -> int:
+    """Blocks drafted from a batch at a time where nobody says: a 32nd of its tokens, in whole tiles of attention."""
+    tile = TILE // math.gcd(block_size, TILE)
+    return max(tile, min(MAX_ANCHORS, token_budget // 32) // tile * tile)
+
+
+def usual_budget(hidden_size: int, on_gpu: bool) -> int:
+    """Tokens of a batch where nobody says, unless a document is longer."""
+    small = hidden_size < SMALL_WIDTH
+    return (16_384 if small else 49_152) if on_gpu else 2_048
+
+
 def _token_budget(options: BatchOptions, drafter: DrafterConfig, longest: int, on_gpu: bool, choices: Choices) -> int:
     if options.token_budget != "auto":
         if longest > options.token_budget:
@@ -246,8 +254,7 @@ def _token_budget(options: BatchOptions, drafter: DrafterConfig, longest: int, o
             )
         choices.note("token budget", options.token_budget, "given")
         return options.token_budget
-    small = drafter.hidden_size < SMALL_WIDTH
-    usual = (16_384 if small else 49_152) if on_gpu else 2_048
+    usual = usual_budget(drafter.hidden_size, on_gpu)
     budget = max(usual, -(-longest // TILE) * TILE)
     why = "on a GPU" if on_gpu else "on a CPU"
     choices.note("token budget", budget, why if budget == usual else f"the longest document has {longest:,} tokens")

@@ -102,7 +102,7 @@ class PipelineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: auto takes GPUs where there are any."""
     targets: int | Auto = "auto"
-    """Workers that run the frozen target; auto splits the GPUs by measured rates."""
+    """Workers that run the frozen target; auto, with --drafters left out too, splits the GPUs by rates."""
     drafters: int | Auto = "auto"
     """Workers that train; auto is what --targets leaves."""
     colocate: bool = False
@@ -125,6 +125,11 @@ class PipelineConfig:
     """CPU threads per worker; 0 leaves torch's choice. Pin it where runs must agree to the bit."""
     strict: bool = False
     """Make a recompile after warm-up an error instead of a counted warning."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the split between the roles is left to the machine."""
+        return self.targets == "auto" and self.drafters == "auto" and not self.colocate
 
     def __post_init__(self) -> None:
         if self.ring_slots < 1:

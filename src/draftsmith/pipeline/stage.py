@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from draftsmith.data.onpolicy import OnPolicyConfig
 from draftsmith.data.prepare import PrepareConfig
 from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig
-from draftsmith.errors import ConfigError
+from draftsmith.errors import CheckpointError, ConfigError
 from draftsmith.pipeline.answers import answer_first
 from draftsmith.pipeline.inputs import TrainingData, compute_dtype, load_data
 from draftsmith.pipeline.placement import Placement, place
@@ -51,6 +51,9 @@ from draftsmith.train.build import StateSpec
 from draftsmith.train.checkpoint import CheckpointConfig, RunRecord
 from draftsmith.train.metrics import MetricsConfig
 from draftsmith.train.optim import OptimConfig
+
+CONFIG = "config.json"
+"""In a run's folder: its RunConfig and what it resolved to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +143,20 @@ class Stage:
             num_supervised=data.num_supervised,
         )
         return index_of(self.shape, order.num_batches(0), origin)
+
+
+def dry_run_config(config: RunConfig, out: Path) -> RunConfig:
+    """The same run cut to three steps, one checkpoint, one export and one short evaluation, in a folder of its own."""
+    if config.resume:
+        raise CheckpointError("--dry-run starts anew: drop --resume")
+    return replace(
+        config,
+        out=str(out),
+        batch=replace(config.batch, max_steps=3),
+        checkpoint=replace(config.checkpoint, save_every=3),
+        metrics=replace(config.metrics, log_every=1, wandb_project=""),
+        measure=replace(config.measure, num_prompts=1, max_new_tokens=16, eval_every=0),
+    )
 
 
 def measures(config: RunConfig) -> bool:

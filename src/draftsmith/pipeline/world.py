@@ -12,122 +12,35 @@ last step, save, and all exit with 0. If one doesn't, it is dead: the others end
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
 
 from draftsmith.errors import ConfigError, DraftsmithError, StalledError
+from draftsmith.pipeline.launch import (
+    LONG_SECONDS,
+    Chooser,
+    Launch,
+    PeerError,
+    Roles,
+    agree_on_shares,
+    assign_roles,
+    device_of,
+    pauses,
+    roles_without_targets,
+)
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.stop import Stop
 
-LONG_SECONDS = 12 * 3600.0
-"""Limit of waits for another rank's preparation: data, compiling, an evaluation."""
 ANSWER_SECONDS = 5.0
 """How long a rank may take to answer that it lives."""
-Feed = Literal["targets", "disk", "joint"]
-"""Where a drafter's batches come from: target ranks, shards on disk, or a target beside it in its own process."""
-
-
-class PeerError(DraftsmithError, RuntimeError):
-    """Another rank failed or died; the message says which. `is_told`: that rank says so itself on its own console."""
-
-    def __init__(self, message: str, *, is_told: bool = False) -> None:
-        super().__init__(message)
-        self.is_told = is_told
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """Who does what: targets first."""
-
-    rank: int
-    local_rank: int
-    num_targets: int
-    num_drafters: int
-    feed: Feed = "targets"
-
-    @property
-    def size(self) -> int:
-        return self.num_targets + self.num_drafters
-
-    @property
-    def is_target(self) -> bool:
-        return self.rank < self.num_targets
-
-    @property
-    def index(self) -> int:
-        """Which of the targets, or of the drafters, this is."""
-        return self.rank if self.is_target else self.rank - self.num_targets
-
-    @property
-    def is_chief(self) -> bool:
-        """The first drafter: owns the folder, the log, the checkpoints and the display."""
-        return self.rank == self.num_targets
-
-    def name(self, rank: int) -> str:
-        return f"target {rank}" if rank < self.num_targets else f"drafter {rank - self.num_targets}"
-
-
-def assign_roles(
-    config: PipelineConfig, rank: int, local_rank: int, size: int, *, reads_features: bool = False
-) -> Roles:
-    """Split `size` ranks as asked; auto gives two of seven to the drafters. Without target ranks all are drafters.
-
-    Raises:
-        ConfigError: the numbers don't add up to the ranks that torchrun started, or a role is missing.
-    """
-    drafters, targets = config.drafters, config.targets
-    if reads_features or config.colocate:
-        if targets != "auto" or drafters not in ("auto", size):
-            raise ConfigError(
-                f"with --features every one of the {size} ranks trains: drop --targets, and --drafters or set it to "
-                f"{size}"
-            )
-        feed = "disk" if reads_features else "joint"
-        return Roles(rank=rank, local_rank=local_rank, num_targets=0, num_drafters=size, feed=feed)
-    if drafters == "auto":
-        drafters = size - targets if targets != "auto" else max(1, round(size * 2 / 7))
-    if targets == "auto":
-        targets = size - drafters
-    if targets + drafters != size or targets < 1 or drafters < 1:
-        raise ConfigError(
-            f"torchrun started {size} ranks, which is not {targets} target(s) + {drafters} drafter(s): start "
-            f"--nnodes x --nproc-per-node = targets + drafters ranks, or set --targets and --drafters to match"
-        )
-    return Roles(rank=rank, local_rank=local_rank, num_targets=targets, num_drafters=drafters)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What torchrun tells each process."""
-
-    rank: int
-    local_rank: int
-    size: int
-    restarts: int
-    run_id: str
-    """torchrun's --rdzv-id; "none" or random where none was given."""
-
-    @classmethod
-    def read(cls) -> Launch | None:
-        """From torchrun's variables; None in a process that it didn't start, or started alone."""
-        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            return None
-        return cls(
-            rank=int(os.environ["RANK"]),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            size=int(os.environ["WORLD_SIZE"]),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
-        )
 
 
 class World:
@@ -137,8 +50,7 @@ class World:
         self.roles, self.launch = roles, launch
         self.store, self.stop = store, Stop()
         self.stall_seconds = config.stall_seconds
-        on_gpu = config.device != "cpu" and torch.cuda.is_available()
-        self.device = torch.device("cuda", roles.local_rank) if on_gpu else torch.device("cpu")
+        self.device = device_of(config, roles.local_rank)
         self.control: dist.ProcessGroup | None = None
         """The drafters on the host; None at a target."""
         self.data: dist.ProcessGroup | None = None
@@ -291,23 +203,17 @@ def _group(ranks: list[int], timeout: timedelta, backend: str) -> dist.ProcessGr
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def pauses() -> Iterator[float]:
-    """Seconds between two looks: short at first, 20 ms in the long run."""
-    pause = 0.0005
-    while True:
-        yield pause
-        pause = min(0.02, pause * 1.5)
-
-
-def join_world(config: PipelineConfig, *, reads_features: bool = False) -> World | None:
+def join_world(config: PipelineConfig, choose: Chooser, *, reads_features: bool = False) -> World | None:
     """Join the ranks that torchrun started; None for a run in one process.
 
     Args:
         config: the roles asked for, and how long to wait.
+        choose: asked by the first rank where the roles are left open.
         reads_features: whether features come from disk, so that no rank runs a target.
 
     Raises:
         ConfigError: --channel distributed without torchrun, or ranks that don't match the roles.
+        PeerError: the first rank couldn't choose.
     """
     launch = Launch.read()
     if config.channel == "local" or (config.channel == "auto" and launch is None):
@@ -317,10 +223,14 @@ def join_world(config: PipelineConfig, *, reads_features: bool = False) -> World
             "--channel distributed needs torchrun: torchrun --nproc-per-node N -m draftsmith train ..., one rank per "
             "worker, 2 or more"
         )
-    roles = assign_roles(config, launch.rank, launch.local_rank, launch.size, reads_features=reads_features)
     timeout = timedelta(seconds=config.stall_seconds)
     meet = cast(Callable[..., Iterator[Any]], rendezvous)
-    store: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
-    world = World(roles, launch, config, PrefixStore(f"draftsmith/{launch.restarts}", store))
+    found: Store = next(meet("env://", rank=launch.rank, world_size=launch.size, timeout=timeout))[0]
+    store = PrefixStore(f"draftsmith/{launch.restarts}", found)
+    if reads_features or config.colocate:
+        roles = roles_without_targets(config, launch, "disk" if reads_features else "joint")
+    else:
+        roles = assign_roles(agree_on_shares(config, launch, store, choose), launch)
+    world = World(roles, launch, config, store)
     world.connect()
     return world

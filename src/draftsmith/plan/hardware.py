@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import psutil
 import torch
 
 from draftsmith.errors import ConfigError
@@ -15,6 +17,9 @@ from draftsmith.plan.calibration import CARDS, PCIE_GBPS, Card
 WRITTEN = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?P<what>[a-z0-9.\-]+?)(?:@(?P<rate>[\d.]+))?", re.IGNORECASE)
 MEMORY = re.compile(r"(?P<gb>\d+(?:\.\d+)?)gb", re.IGNORECASE)
 MATRIX = 8192
+CPU_MATRIX, CPU_COPY = 512, 1 << 26
+MEMORY_TOLERANCE = 0.1
+"""Between the memory that a driver states and the list's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,85 @@ def this_machine(link_gbps: float = 400.0, seconds: float = 2.0) -> Hardware:
         source="measured now",
     )
     return Hardware(card=card, per_host=count, link_gbps=link_gbps)
+
+
+def visible_hardware(per_host: int, hosts: int, device: torch.device, seconds: float = 2.0) -> Hardware:
+    """This run's machines, taken to be alike: the plan's own rates where the card is known, measured on `device` where
+    not (takes `seconds`).
+
+    Args:
+        per_host: workers of a host, one per GPU (or per CPU process).
+        hosts: hosts.
+        device: a GPU or the CPU of this process.
+        seconds: how long to measure for.
+    """
+    if device.type != "cuda":
+        return Hardware(card=_measured_cpu(per_host, seconds), per_host=per_host, hosts=hosts)
+    properties = cast(Any, torch.cuda.get_device_properties(device))
+    card = known_card(str(properties.name), int(properties.total_memory))
+    if card is None:
+        with torch.cuda.device(device):
+            card = this_machine(seconds=seconds).card
+            torch.cuda.empty_cache()  # gigabytes of matrices that the run would miss
+    return Hardware(card=card, per_host=per_host, hosts=hosts)
+
+
+def known_card(name: str, memory: int) -> Card | None:
+    """The card of the plan's list that a driver calls `name`, with the memory that it states; None for others.
+
+    A name may cover cards of several sizes (A100) or a slower one (laptops): the memory has to agree as well.
+    """
+    words = re.findall(r"[a-z]+|\d+", name.lower())
+    spelled = "".join(words)
+    for card in CARDS:
+        model = "".join(re.findall(r"[a-z]+|\d+", card.name.removesuffix("-40gb")))
+        is_named = any(spelled[start:].startswith(model) for start in _word_starts(words))
+        if is_named and abs(card.memory - memory) < MEMORY_TOLERANCE * card.memory:
+            return replace(card, memory=memory)
+    return None
+
+
+def _word_starts(words: list[str]) -> list[int]:
+    starts = [0]
+    for word in words:
+        starts.append(starts[-1] + len(word))
+    return starts
+
+
+def _measured_cpu(num_workers: int, seconds: float) -> Card:
+    """What one of `num_workers` processes gets of this host, with the threads that this one has."""
+    a = torch.randn(CPU_MATRIX, CPU_MATRIX)
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        torch.mm(a, a, out=out)
+
+    source = torch.zeros(CPU_COPY, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return Card(
+        name="cpu",
+        memory=psutil.virtual_memory().total // num_workers,
+        tflops=2 * CPU_MATRIX**3 / _host_seconds(product, seconds / 4) / 1e12,
+        bandwidth=2 * CPU_COPY / _host_seconds(copy, seconds / 4) / 1e12,
+        peer_gbps=PCIE_GBPS,
+        fp8=False,
+        source="measured now",
+    )
+
+
+def _host_seconds(run: Callable[[], None], seconds: float) -> float:
+    """Of one call, the fastest of those that fit into `seconds`: what else the host does only makes calls slower."""
+    run()
+    fastest, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        run()
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
 
 
 def measure_rate(seconds: float) -> float:

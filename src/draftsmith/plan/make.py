@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from draftsmith.errors import ConfigError
 from draftsmith.plan.hardware import Hardware
+from draftsmith.plan.roles import idle_remarks
 from draftsmith.plan.split import (
     NO_CROSSING,
     Crossing,
@@ -20,8 +21,6 @@ from draftsmith.plan.split import (
 )
 from draftsmith.plan.workload import Job, draw_seconds, regenerate_seconds
 
-IDLE_LIMIT = 0.15
-"""A role that would idle more is worth a word."""
 REDUCE_LIMIT = 0.1
 
 
@@ -89,16 +88,7 @@ class Plan:
             )
         elif peak_memory(self.split) > 0.95 * card.memory:
             said.append("fits within 5% of the card: anything else on the GPU would break it")
-        if self.split.idle_targets > IDLE_LIMIT:
-            said.append(
-                f"targets would idle {self.split.idle_targets:.0%}: more drafters (--drafters), or fewer labels "
-                "(--labels-per-token)"
-            )
-        if self.split.idle_drafters > IDLE_LIMIT:
-            said.append(
-                f"drafters would idle {self.split.idle_drafters:.0%}: more targets (--targets), more labels "
-                "(--labels-per-token), or --target-compute fp8"
-            )
+        said += idle_remarks(self.job, self.hardware, self.split)
         if self.reduce_share > REDUCE_LIMIT:
             said.append(
                 f"averaging gradients takes {self.reduce_share:.0%} of a drafter's time: more draws a step "
@@ -156,7 +146,9 @@ def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
         regenerate_hours=regenerate,
         draw_ms=1e3 * draw_seconds(job, hardware.card),
         reduce_ms=1e3 * reduce_seconds(job, hardware, split.drafters),
-        crossing=NO_CROSSING if split.from_disk else network(job, hardware, split.targets, split.drafters),
+        crossing=NO_CROSSING
+        if split.from_disk or split.joint
+        else network(job, hardware, split.targets, split.drafters),
         changes=tuple(_changes(job, hardware, asked, split)),
         store_bytes=job.corpus.tokens / job.batch_tokens * job.shape.num_bytes,
     )
@@ -176,7 +168,7 @@ def _changes(job: Job, hardware: Hardware, asked: Asked, split: Split) -> list[C
     if hardware.card.fp8 and not job.fp8 and not asked.from_disk:
         jobs.append(("--target-compute fp8", replace(job, fp8=True)))
     changes = [_change(name, changed, fastest_split(changed, hardware, asked)) for name, changed in jobs]
-    if hardware.hosts == 1 and not split.joint and not asked.from_disk:
+    if not split.joint and not asked.from_disk:
         changes.append(_change("--colocate", job, evaluate_joint(job, hardware)))
     return changes
 

@@ -25,7 +25,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_rates(plan))
     console.print(_draw(plan), highlight=False)
     console.print(_time(plan), highlight=False)
-    if plan.hardware.hosts > 1 and not plan.split.from_disk:
+    if plan.hardware.hosts > 1 and not plan.split.from_disk and not plan.split.joint:
         console.print(_network(plan), highlight=False)
     console.print(_changes(plan))
     for remark in plan.remarks():

@@ -117,14 +117,10 @@ def evaluate_disk(job: Job, hardware: Hardware) -> Split:
 
 
 def all_splits(job: Job, hardware: Hardware) -> list[Split]:
-    """Every way to use all GPUs, fastest first, those that fit before those that don't.
-
-    Several hosts have no joint form: the distributed channel gives every process one role.
-    """
+    """Every way to use all GPUs, fastest first, those that fit before those that don't."""
     count = hardware.num_gpus
     splits = [evaluate_split(job, hardware, targets, count - targets) for targets in range(1, count)]
-    if hardware.hosts == 1:
-        splits.append(evaluate_joint(job, hardware))
+    splits.append(evaluate_joint(job, hardware))
     return sorted(splits, key=lambda split: (not split.fits, -split.rate))
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from draftsmith.drafter.model import Drafter, DrafterConfig
-from draftsmith.errors import CheckpointError, ConfigError
+from draftsmith.errors import ConfigError
 from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, Progress, evaluate_prompts, plain_answers
 from draftsmith.evaluate.card import model_card, trained_on
 from draftsmith.evaluate.decode import Plain
@@ -26,11 +26,12 @@ from draftsmith.evaluate.statistics import compare
 from draftsmith.pipeline.alarm import sound_alarm
 from draftsmith.pipeline.chief import Measure, Measured, idle_report, masters_on_cpu
 from draftsmith.pipeline.documents import prompt_of
-from draftsmith.pipeline.inputs import claim_folder, start_drafter, write_whole
+from draftsmith.pipeline.inputs import ON_POLICY, claim_folder, start_drafter, write_whole
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
+from draftsmith.pipeline.run.roles import roles_of_ranks, settle_roles, with_roles
 from draftsmith.pipeline.session import LocalCrew, capture_epoch, train_stage
 from draftsmith.pipeline.show import ProgressView, print_choices
-from draftsmith.pipeline.stage import Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
+from draftsmith.pipeline.stage import CONFIG, Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
 from draftsmith.pipeline.together import (
     ChiefCrew,
     Desk,
@@ -43,7 +44,7 @@ from draftsmith.pipeline.together import (
 from draftsmith.pipeline.world import PeerError, World, join_world
 from draftsmith.target.compute import uncompiled
 
-CONFIG, DRAFTER, EVALUATION = "config.json", "drafter", "evaluation.json"
+DRAFTER, EVALUATION = "drafter", "evaluation.json"
 
 
 SMALL_RUN = (
@@ -153,12 +154,13 @@ def train(config: RunConfig, console: Console) -> RunResult:
     started = time.perf_counter()
     if config.pipeline.threads:
         torch.set_num_threads(config.pipeline.threads)
-    world = join_world(config.pipeline, reads_features=bool(config.data.features))
+    world = _join(config)
     if world is None:
         run = claim_folder(Path(config.out), resume=config.resume)
-        inputs = load_inputs(config, run, console)
+        config, placement = settle_roles(config)
+        inputs = load_inputs(config, run, console, placement)
         if inputs.data is not None and not config.resume:
-            sound_alarm(inputs.target, inputs.data.train, config.on_policy, console)
+            sound_alarm(inputs.target, inputs.data.train, config.on_policy, console, run / ON_POLICY)
         stage = prepare_stage(config, run, inputs, console)
         result = _lead(stage, _yardstick(stage), LocalCrew(stage))
     else:
@@ -195,11 +197,22 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
     )
 
 
+def _join(config: RunConfig) -> World | None:
+    """The ranks of this run; None for threads of this process. Open roles are chosen by the first rank for all."""
+    try:
+        reads = bool(config.data.features)
+        return join_world(config.pipeline, lambda hosts: roles_of_ranks(config, hosts), reads_features=reads)
+    except PeerError as error:
+        raise SystemExit(1) from error
+
+
 def _train_in_ranks(world: World, config: RunConfig, console: Console) -> RunResult:
     """This rank's part. A failure that another rank tells on its own console is not told twice."""
     try:
         with world:
             run, config = claim_together(world, config)
+            if world.roles.feed == "targets":
+                config = with_roles(config, world.roles.num_targets, world.roles.num_drafters)
             inputs = load_together(world, config, run, console)
             stage = replace(prepare_stage(config, run, inputs, console), stop=world.stop)
             if world.roles.is_chief:
@@ -257,6 +270,8 @@ def prepare_stage(config: RunConfig, run: Path, inputs: Inputs, console: Console
     start = Start(config=drafter_config, drafter=drafter)
     stage = resolve_stage(config, run, console, inputs, start, choices)
     print_choices(console, choices)
+    for remark in stage.placement.remarks:
+        console.print(f"[yellow]{remark}[/yellow]", highlight=False)
     if not stage.placement.on_gpu:
         console.print(f"[yellow]{SMALL_RUN}[/yellow]", highlight=False)
     return stage
@@ -326,17 +341,3 @@ def verdict(result: RunResult) -> str:
     if result.before is None or result.after is None:
         return "not measured: there were no prompts to measure on"
     return compare("after", result.after.answers, "before", result.before.answers).verdict
-
-
-def dry_run_config(config: RunConfig, out: Path) -> RunConfig:
-    """The same run cut to three steps, one checkpoint, one export and one short evaluation, in a folder of its own."""
-    if config.resume:
-        raise CheckpointError("--dry-run starts anew: drop --resume")
-    return replace(
-        config,
-        out=str(out),
-        batch=replace(config.batch, max_steps=3),
-        checkpoint=replace(config.checkpoint, save_every=3),
-        metrics=replace(config.metrics, log_every=1, wandb_project=""),
-        measure=replace(config.measure, num_prompts=1, max_new_tokens=16, eval_every=0),
-    )
