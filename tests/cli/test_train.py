@@ -21,6 +21,9 @@ def test_a_resume_goes_on_with_the_runs_own_settings(files: Files, capsys: pytes
     assert run(files.train("--no-measure-start", out="again")) == 0
     again = files.folder / "again"
     assert "over 4 rows" in capsys.readouterr().out  # whose answers these are, before training
+    found = json.loads((again / "on_policy.json").read_text())
+    assert (found["num_rows"], len(found["gaps"]), found["target"]) == (4, 4, files.target)
+    assert "over 4 rows" in found["verdict"]
     assert run(["train", "--resume", str(again), "--max-steps", "14"]) == 0
     assert "continuing from step 12" in capsys.readouterr().out
     assert load_checkpoint(again).position.step == 14
