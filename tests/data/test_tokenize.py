@@ -132,6 +132,13 @@ def test_A08_A09_template_without_generation_tags_is_neither_all_zero_nor_all_on
     assert not document.loss_mask.all()
 
 
+def test_A13_a_chinese_chat_under_a_template_without_generation_tags(tokenizer_for: ForTemplate) -> None:
+    turns = (("user", "你好"), ("assistant", "你好。我可以帮你什么"), ("user", "世界"), ("assistant", "好的。"))
+    tokenizer = tokenizer_for("chatml")
+    (document,) = documents(tokenizer, chat(*turns))
+    assert spans(tokenizer, document) == ["你好。我可以帮你什么<|im_end|>", "好的。<|im_end|>"]
+
+
 def test_A10_unlocatable_turns_never_fall_back_to_all_tokens(tokenizer_for: ForTemplate) -> None:
     result = skipped(tokenizer_for("chatml"), chat(("user", "u"), ("assistant", "\n\nHello")))
     assert "merge with the generation prompt" in result.reason

@@ -120,6 +120,33 @@ def test_every_eligible_token_is_chosen_about_equally_often() -> None:
     assert chi_square < 72.7  # 39 degrees of freedom, p = 0.001
 
 
+def test_C07_every_supervised_token_behind_a_supervised_one_is_a_label_and_no_anchor_has_none() -> None:
+    """The first token of a span comes from the target's own forward when served, so it is never a guess."""
+    supervised = (0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1)
+    spans_first, spans_last, alone = {1, 5, 10}, {3, 6, 11}, {8}
+    anchors = chosen(12, lengths=(12,), supervised=supervised, uniforms=None)
+    index = anchors.index_A[anchors.valid_A].tolist()
+    asked = {place for place, is_on in enumerate(supervised) if is_on}
+    assert set(index) == asked - spans_last - alone
+    blocks = blocks_at(index, 2, (12,), supervised)
+    assert set(blocks.index_AB[blocks.supervised_AB].tolist()) == asked - spans_first - alone
+    assert blocks.supervised_AB.any(1).all(), "an anchor whose first guess has no label teaches nothing"
+
+
+def test_C08_a_short_documents_share_of_the_anchors_is_its_share_of_the_tokens() -> None:
+    """187 and 1,313 supervised tokens, 100 anchors: the short document has 12.4 of them, not a place in a queue."""
+    lengths, eligible, draws = torch.tensor([187, 1313]), torch.tensor([186, 1312]), 200
+    layout = document_layout(lengths, 1500)
+    mask_T = torch.ones(1500, dtype=torch.bool)
+    counts = torch.zeros(2)
+    for draw in range(draws):
+        anchors = select_anchors(mask_T, layout.document_ids_T, draw_uniforms(0, 0, draw, 1500), 100)
+        counts += torch.bincount(layout.document_ids_T[anchors.index_A], minlength=2)
+    share = float(eligible[0] / eligible.sum())
+    deviation = (100 * share * (1 - share) / draws) ** 0.5
+    assert float(counts[0]) / draws == pytest.approx(100 * share, abs=4 * deviation)
+
+
 def test_uniforms_are_a_function_of_seed_batch_and_draw() -> None:
     assert torch.equal(draw_uniforms(1, 2, 3, 50), draw_uniforms(1, 2, 3, 50))
     places = [(seed, batch, draw) for seed in range(4) for batch in range(5) for draw in range(8)]

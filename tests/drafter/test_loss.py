@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -113,6 +114,34 @@ def test_equals_the_dense_loss_and_gradient_in_float64(
     torch.testing.assert_close(sums.numerator.double(), numerator, rtol=2e-5, atol=0)
     torch.testing.assert_close(sums.denominator.double(), denominator, rtol=1e-6, atol=0)
     assert float((ours - gradient).abs().max()) < 1e-5 * float(gradient.abs().max())
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_C14_every_path_and_block_size_shares_one_normaliser(weights: PlaceWeights, block_size: int) -> None:
+    """A head that knows nothing costs exactly ln V, times D-PACE's weights: the known place 0 is in no denominator."""
+    num_blocks = 160 // block_size
+    supervised_AB = torch.ones(num_blocks, block_size, dtype=torch.bool)
+    supervised_AB[:, 0] = False
+    labels_Q = torch.arange(160) % V
+    head = FrozenEnds(embedding_VH=torch.zeros(V, H), head_VH=torch.zeros(V, H))
+    found: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for method in METHODS:
+        config = LossConfig(weights=weights, loss_method=method, chunk_rows=32)
+        how = LossSpec(config=config, gamma=3.0, block_size=block_size)
+        sums = chunked_loss(how, head, torch.zeros(160, H), labels_Q, supervised_AB, None)
+        found.append(sums.numerator / sums.denominator)
+        hidden = torch.randn(160, H, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        sums = chunked_loss(how, ends(), hidden, labels_Q, supervised_AB, None)
+        gradients.append(torch.autograd.grad(sums.numerator / sums.denominator, hidden)[0])
+    expected = math.log(V)
+    if weights == "dpace":
+        confidence = 0.5 + 0.5 / V
+        places = range(1, block_size)
+        expected *= sum(confidence**m for k in places for m in range(k, block_size)) / len(places)
+    torch.testing.assert_close(torch.stack(found), torch.full((2,), expected))
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -225,3 +225,16 @@ def test_the_random_start_is_a_function_of_its_seed() -> None:
             assert float(value.std()) == pytest.approx(0.02, rel=0.1)
         else:
             assert (value == 1).all()
+
+
+@torch.no_grad()
+def test_C21_what_a_head_reads_is_normalised_so_no_layers_scale_reaches_the_loss() -> None:
+    """Residual streams grow with depth; read unnormalised, a head's loss and what it sends back grow alike."""
+    drafter = wide_weights(Drafter(CONFIG))
+    for loudness in (1.0, 1000.0):
+        for name, weight in drafter.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(loudness)
+        hidden_QH = packed_forward(drafter, [40, 30], 6)["hidden_QH"]
+        size_Q = (hidden_QH / drafter.norm.weight).square().mean(-1)
+        torch.testing.assert_close(size_Q, torch.ones_like(size_Q), rtol=1e-3, atol=0)

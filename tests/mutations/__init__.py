@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.mutations import serving, step
+from tests.mutations import data, reports, serving, step
 from tests.mutations.mutation import Mutation
 
-MUTATIONS: tuple[Mutation, ...] = (*step.MUTATIONS, *serving.MUTATIONS)
+MUTATIONS: tuple[Mutation, ...] = (*step.MUTATIONS, *serving.MUTATIONS, *reports.MUTATIONS, *data.MUTATIONS)
 
 __all__ = ["MUTATIONS", "Mutation"]

@@ -14,8 +14,8 @@ from draftsmith.errors import StalledError
 from draftsmith.pipeline import reduce as reduce_module
 from draftsmith.pipeline.reduce import LocalGroup, LocalReducer, NoReduce
 from draftsmith.pipeline.stop import Stop, StoppedError
-from draftsmith.train.step import TrainState
-from tests.train.tiny import Tiny
+from draftsmith.train.step import TrainState, accumulate, update
+from tests.train.tiny import Tiny, no_totals, tiny_batch, uniforms
 
 
 def states(count: int) -> list[TrainState]:
@@ -74,6 +74,29 @@ def test_every_drafter_gets_the_sum_in_drafter_order(count: int, chunk: int, mon
     for state in built:
         assert torch.equal(state.parameters.grad_N, gradient)
         assert torch.equal(state.sums, sums)
+
+
+def test_C15_a_label_weighs_the_same_on_a_drafter_with_few_of_them() -> None:
+    """Ten times the labels on one drafter: together they step as one drafter over both batches does."""
+    many = tiny_batch((150, 100, 80), seed=1)
+    few = tiny_batch((6,), seed=2, supervised=1.0)
+    built, alone = [Tiny().build() for _ in range(2)], Tiny().build()
+    for state, batch in zip(built, (many, few), strict=True):
+        accumulate(state, batch, uniforms(batch))
+        accumulate(alone, batch, uniforms(batch))
+    labels = [float(state.sums[3]) for state in built]
+    assert labels[0] > 10 * labels[1] > 0
+    own = [state.parameters.grad_N / state.sums[1] for state in built]
+    reduce_all(built, [False, False])
+    together_N = built[0].parameters.grad_N / built[0].sums[1]
+    assert torch.equal(together_N, alone.parameters.grad_N / alone.sums[1])
+    mean_of_means = (own[0] + own[1]) / 2
+    assert (mean_of_means - together_N).norm() > 0.05 * together_N.norm(), "a mean of means is another gradient"
+    for state in built:
+        update(state, no_totals(state))
+    update(alone, no_totals(alone))
+    for state in built:
+        assert torch.equal(state.parameters.master_N, alone.parameters.master_N)
 
 
 def test_two_drafters_sum_to_the_same_bits_either_way_round() -> None:

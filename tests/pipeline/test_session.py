@@ -45,7 +45,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(config: RunConfig
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_cached_features_train_to_the_same_losses(config: RunConfig, tmp_path: Path) -> None:
+def test_B14_B20_features_from_disk_train_to_the_same_losses_as_live_ones(config: RunConfig, tmp_path: Path) -> None:
     """Within one epoch; the cache is captured into the run's folder first."""
     online = replace(config, batch=replace(config.batch, max_steps=7))
     cached = replace(online, data=replace(config.data, cache_features=True))

@@ -134,6 +134,24 @@ def test_B10_B11_features_follow_their_document_through_permutation_and_repetiti
         assert torch.equal(got["token_ids_T"][rows], documents[number].token_ids)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_B12_B13_B14_every_token_has_the_feature_row_of_its_own_place(family: str) -> None:
+    """The last token too, none shifted: another token at place t changes the rows from t on, and no earlier one."""
+    target, (document,) = tiny_target(family), documents_of([12])
+    shape, plan = shape_of(16), plan_of(ForwardPlan(rows=1, length=12, documents=(0,)))
+    before = run(target, plan, [document], shape)
+    assert int(before["num_tokens"]) == document.length
+    assert before["features_TFH"].abs().sum(1).count_nonzero() == document.length
+    for place in (0, 5, 11):
+        ids = document.token_ids.clone()
+        ids[place] = (ids[place] + 1) % 200
+        after = run(target, plan, [replace(document, token_ids=ids)], shape)
+        moved = (after["features_TFH"] - before["features_TFH"]).abs().amax(1) > 1e-6
+        assert moved.tolist() == [place <= row < 12 for row in range(16)]
+        assert (after["token_ids_T"] != before["token_ids_T"]).nonzero().tolist() == [[place]]
+        assert torch.equal(after["loss_mask_T"][:12], document.loss_mask)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_B15_documents_of_a_batch_dont_leak_through_linear_attention(family: str) -> None:
     target = tiny_target(family)

@@ -365,3 +365,34 @@ def test_the_loss_falls(kind: LossKind) -> None:
     tiny = Tiny(loss=LossConfig(loss=kind, chunk_rows=64), optim=OptimConfig(lr=3e-3, schedule="constant", warmup=0))
     losses = train(tiny.build(), tiny_batch((100, 60), tiny_shape(160)), 30)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+def test_C17_the_drafter_is_fed_the_true_token_and_masks_never_its_own_guesses() -> None:
+    """Two drafters that guess differently read the same blocks, and the tokens asked of them follow the true one."""
+    batch, read = tiny_batch(), list[tuple[Tensor, Tensor]]()
+    guesses: list[Tensor] = []
+    head_VH = Tiny().build().ends.head_VH
+    for seed in (0, 1):
+        state = Tiny().build()
+        with torch.no_grad():
+            scramble = torch.randn(state.parameters.shadow_N.shape, generator=torch.Generator().manual_seed(seed))
+            state.parameters.shadow_N.add_(0.2 * scramble)
+        plain = state.forward
+
+        def watched(block_QH: Tensor, features_TFH: Tensor, *rest: Any, plain: Any = plain) -> Tensor:
+            read.append((block_QH.clone(), features_TFH.clone()))
+            hidden_QH = plain(block_QH, features_TFH, *rest)
+            guesses.append((hidden_QH @ head_VH.T).argmax(-1))
+            return hidden_QH
+
+        one_draw(replace(state, forward=watched), batch)
+    assert len(read) == 2, "one forward a draw: nothing could be fed back"
+    assert (guesses[0] != guesses[1]).float().mean() > 0.5
+    assert torch.equal(read[0][0], read[1][0])
+    assert torch.equal(read[0][1], batch.features_TFH)
+    layout = document_layout(batch.lengths_D, batch.shape.num_tokens)
+    anchors = select_anchors(batch.loss_mask_T, layout.document_ids_T, uniforms(batch), 32)
+    embedding = Tiny().build().ends.embedding_VH
+    block_ABH = read[0][0].view(32, 8, -1)
+    assert torch.equal(block_ABH[:, 0], embedding[batch.token_ids_T[anchors.index_A]])
+    assert torch.equal(block_ABH[:, 1:], embedding[-1].expand_as(block_ABH[:, 1:])), "the mask token is the last one"
