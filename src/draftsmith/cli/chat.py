@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from draftsmith.cli.parse import parse
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, decode, plain_decode
+from draftsmith.evaluate.pace import measure_pace
 from draftsmith.evaluate.prompts import Prompt, encode_prompt
 from draftsmith.evaluate.source import open_drafter
 from draftsmith.pipeline.placement import place
@@ -33,6 +34,9 @@ class ChatCommand:
     target: TargetConfig
     block_size: int = 0
     """Draft smaller blocks than trained (the known token included); 0 takes the trained size."""
+    max_drafts: int | Literal["auto"] = "auto"
+    """Verify only this many of each block's drafts; 0 verifies all. auto times steps of every size at the first
+    question and takes what pays best on this device."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     say: str = ""
@@ -72,11 +76,19 @@ def chat(arguments: Sequence[str]) -> int:
     with console.status(f"loading {command.target.target}"):
         target = load_target(command.target, place(PipelineConfig()).targets[0])
     drafter = named.drafter.to(target.device)
-    limits = DecodeLimits(max_new_tokens=command.max_new_tokens, stop_ids=target.facts.eos_token_ids)
+    stop_ids, max_drafts = target.facts.eos_token_ids, command.max_drafts
+    limits = DecodeLimits(
+        max_new_tokens=command.max_new_tokens, stop_ids=stop_ids, max_drafts=0 if max_drafts == "auto" else max_drafts
+    )
     turns: list[dict[str, str]] = []
     while question := command.say or console.input("[bold]> [/bold]").strip():
         turns.append({"role": "user", "content": question})
         ids = encode_prompt(target, Prompt(source="chat", messages=tuple(turns)), command.template_kwargs)
+        if max_drafts == "auto":
+            with console.status("timing steps"):
+                pace = measure_pace(target, drafter, [ids], command.max_new_tokens, stop_ids)
+            console.print(Text(str(pace), style="dim"))
+            max_drafts, limits = pace.num_drafts, replace(limits, max_drafts=pace.num_drafts)
         answer = decode(target, drafter, target.ends(), ids, limits, tell=Painter(console, target.tokenizer))
         console.print()
         plain = plain_decode(target, ids, limits) if command.plain else None

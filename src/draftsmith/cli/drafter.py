@@ -62,7 +62,8 @@ class EvaluateCommand:
     target: TargetConfig
     measure: EvalConfig = field(default_factory=EvalConfig)
     block_size: int = 0
-    """Draft smaller blocks than trained (the known token included); 0 takes the trained size."""
+    """Draft smaller blocks than trained (the known token included), as a server told to does; 0 takes the trained size.
+    The drafter then sees less than in training and guesses worse: --max-drafts leaves it its whole block."""
     save: str = ""
     """Write the results to this file, as JSON."""
     device: Device = "auto"

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith.cli.parse import parse, peek, without
 from draftsmith.config import build_config, merge, read_recipe, read_run
 from draftsmith.errors import ConfigError
 from draftsmith.evaluate.acceptance import render
-from draftsmith.pipeline.run import RunConfig, RunResult, capture_only
+from draftsmith.pipeline.run import RunConfig, RunResult, capture_only, verdict
 from draftsmith.pipeline.run import train as run_training
 from draftsmith.pipeline.stage import dry_run_config
 
@@ -88,6 +89,10 @@ def print_result(result: RunResult, console: Console) -> None:
     results = [found for found in (result.after, result.before) if found is not None]
     if results:
         console.print(render(results))
+    if result.paced is not None:
+        console.print(render(result.paced))
+    if result.start:
+        console.print(f"[bold]{escape(verdict(result))}[/bold]", highlight=False, soft_wrap=True)
     if result.interrupted:
         console.print(
             f"[yellow]stopped at step {result.steps}; go on with: draftsmith train --resume {result.out}[/yellow]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError
 from draftsmith.evaluate.batched import decode_many
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, compare_answers, decode, plain_decode
+from draftsmith.evaluate.pace import Pace, measure_pace
 from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
 from draftsmith.evaluate.sampling import Sampler
 from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
@@ -43,6 +44,9 @@ class EvalConfig:
     """Arguments of the chat template, such as `enable_thinking False`; recorded, since the figures depend on them."""
     plain: bool = True
     """Decodes every prompt plainly too: for the speed-up, and to check that drafting changes no token."""
+    max_drafts: int | Literal["auto"] = 0
+    """Verify only this many of each block's drafts, its first ones; 0 verifies all. auto times steps of every size on
+    this device and takes the number that pays best for what the drafter gets right."""
     batch: int = 1
     """Prompts decoded together, for hundreds of them on a GPU; greedy only. tokens/s is then the whole batch's, and
     `plain` still decodes one by one."""
@@ -56,13 +60,15 @@ class EvalConfig:
             raise ConfigError(f"--num-prompts {self.num_prompts} is below 0; 0 takes all")
         if self.draft_policy == "sample" and self.temperature == 0:
             raise ConfigError("--draft-policy sample needs --temperature above 0: greedy decoding drafts by argmax")
-        DecodeLimits(max_new_tokens=self.max_new_tokens)
+        DecodeLimits(max_new_tokens=self.max_new_tokens, max_drafts=0 if self.max_drafts == "auto" else self.max_drafts)
         if self.temperature < 0:
             raise ConfigError(f"--temperature {self.temperature} is below 0; 0 decodes greedily")
         if self.batch < 1:
             raise ConfigError(f"--batch {self.batch} is below 1; 1 decodes one by one")
         if self.batch > 1 and self.temperature > 0:
             raise ConfigError(f"--batch {self.batch} decodes greedily only: drop it or --temperature")
+        if self.batch > 1 and self.max_drafts == "auto":
+            raise ConfigError("--max-drafts auto times steps of one prompt: drop --batch, or give a number")
 
     def load(self) -> list[Prompt]:
         """All prompts of all sets, in order.
@@ -88,6 +94,8 @@ class EvalResult:
     target: str
     config: EvalConfig
     answers: tuple[Answered, ...]
+    pace: Pace | None = None
+    """Where steps of every size were timed: what each number of drafts costs and brings."""
 
     @property
     def summary(self) -> Summary:
@@ -105,12 +113,17 @@ class EvalResult:
                 found[f"{source} / {domain or 'other'}"] = summarize(part, self.config.seed)
         return found
 
+    def with_costs(self, costs: Sequence[float]) -> EvalResult:
+        """The same, with what each number of drafts would give where steps cost this much (in plain steps)."""
+        return replace(self, pace=Pace.of(costs, self.summary.survival))
+
     def to_dict(self) -> dict[str, Any]:
         """Everything that a report or a later comparison needs, as plain JSON values."""
         return {
             "drafter": self.name,
             "target": self.target,
             "config": asdict(self.config) | {"template_kwargs": dict(self.config.template_kwargs)},
+            "pace": None if self.pace is None else asdict(self.pace),
             "summary": _figures(self.summary),
             "groups": {name: _figures(summary) for name, summary in self.groups().items()},
             "answers": [
@@ -168,10 +181,15 @@ def evaluate_prompts(
     Raises:
         DataError: a prompt that the chat template refuses.
     """
-    limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=target.facts.eos_token_ids)
     answers: list[Answered] = []
     committed = steps = 0
     encoded = [encode_prompt(target, prompt, config.template_kwargs) for prompt in prompts]
+    stop_ids, pace = target.facts.eos_token_ids, None
+    if config.max_drafts == "auto":
+        pace = measure_pace(target, drafter, encoded, config.max_new_tokens, stop_ids)
+        config = replace(config, max_drafts=pace.num_drafts)
+    assert config.max_drafts != "auto"
+    limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=stop_ids, max_drafts=config.max_drafts)
     for index, decoded in _decoded(target, drafter, encoded, limits, config):
         prompt, ids = prompts[index], encoded[index]
         if plains is not None:
@@ -192,7 +210,7 @@ def evaluate_prompts(
         committed, steps = committed + decoded.committed, steps + len(decoded.steps)
         if progress is not None:
             progress(index + 1, len(prompts), committed / max(1, steps))
-    return EvalResult(name=name, target=target.facts.name, config=config, answers=tuple(answers))
+    return EvalResult(name=name, target=target.facts.name, config=config, answers=tuple(answers), pace=pace)
 
 
 def _decoded(
@@ -233,6 +251,7 @@ def render(results: EvalResult | Sequence[EvalResult]) -> RenderableType:
         for group, summary in groups.items() if len(groups) > 1 else ():
             table.add_row(f"  {group} ({summary.num_prompts})", *_cells(summary))
     lines = [f"{result.name} identical to greedy: {result.summary.identical}" for result in every if _compared(result)]
+    lines += [f"{result.name}: {result.pace}" for result in every if result.pace is not None]
     verdicts = [difference.verdict for difference in differences(every)]
     return Group(_title(every[0]), "", table, "", PLACES, _places(every), "", *lines, *verdicts)
 

@@ -175,25 +175,27 @@ def _step(
         widths_A=torch.tensor(widths, device=context.device),
         size=size,
     )
-    hidden = context.hidden(blocks)[:, 1:]
-    drafts = context.logits(hidden.reshape(-1, hidden.shape[-1])).argmax(-1).view(len(active), size - 1).cpu()
+    num_drafts = limits.drafts(size)
+    hidden = context.hidden(blocks)[:, 1 : 1 + num_drafts]
+    drafts = context.logits(hidden.reshape(-1, hidden.shape[-1])).argmax(-1).view(len(active), num_drafts).cpu()
     block_RB = torch.cat([last_R[:, None], drafts], dim=1)
     choices = stepper.run(block_RB, lengths_R).cpu()
     kept: list[int] = []
     for place, row in enumerate(active):
-        width = widths[place]
-        right = drafts[place, : width - 1] == choices[place, : width - 1]
+        drafted = limits.drafts(widths[place])
+        right = drafts[place, :drafted] == choices[place, :drafted]
         accepted = int(right.int().cumprod(0).sum())
         tokens = [int(token) for token in [*drafts[place, :accepted], choices[place, accepted]]]
         out, row.done = limits.cut(tokens, rooms[place])
-        row.steps.append(VerifyStep(drafted=width - 1, accepted=accepted, committed=len(out)))
+        row.steps.append(VerifyStep(drafted=drafted, accepted=accepted, committed=len(out)))
         row.answer += out
         kept.append(len(out))
     kept_R = torch.tensor(kept)
     features = hooks.features()
-    present_RB = torch.arange(size, device=features.device) < kept_R.to(features.device)[:, None]
+    read = 1 + num_drafts
+    present_RB = torch.arange(read, device=features.device) < kept_R.to(features.device)[:, None]
     _extend(context, features, present_RB, active, [row.length for row in active])
-    stepper.commit(kept_R, size)
+    stepper.commit(kept_R, read)
     for row, count in zip(active, kept, strict=True):
         row.length += count
 

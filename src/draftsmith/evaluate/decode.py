@@ -27,14 +27,25 @@ TIE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """When an answer ends: at `max_new_tokens` by count, or after the first of `stop_ids`, which is kept."""
+    """When an answer ends: at `max_new_tokens` by count, or after the first of `stop_ids`, which is kept.
+
+    And how many of a block's drafts are looked at: its first `max_drafts`, 0 for all. The drafter still sees its whole
+    block, unlike with a smaller `block_size`, which is another input than it was trained on.
+    """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens {self.max_new_tokens} decodes nothing; needed: 1 or more")
+        if self.max_drafts < 0:
+            raise ConfigError(f"--max-drafts {self.max_drafts} is below 0; 0 verifies every draft of a block")
+
+    def drafts(self, size: int) -> int:
+        """Drafts to verify of a block of `size` places, the known one included."""
+        return min(size - 1, self.max_drafts or size - 1)
 
     def cut(self, token_ids: Sequence[int], room: int) -> tuple[list[int], bool]:
         """`token_ids` up to the first stop token and at most `room`; whether the answer ends here."""
@@ -135,11 +146,11 @@ def decode(
             # Near the limit a block is no wider than what may still come, the known token included.
             size = min(drafter.config.block_size, room + 1)
             blocks = Blocks.single(answer[-1], context.length, size, context.device)
-            drafts, q = sampler.propose(context.logits(context.hidden(blocks)[0, 1:]))
+            drafts, q = sampler.propose(context.logits(context.hidden(blocks)[0, 1 : 1 + limits.drafts(size)]))
             block = [answer[-1], *(int(token) for token in drafts)]
             accepted, bonus = sampler.verify(drafts, q, stepper.run(block))
             kept, done = limits.cut([*block[1 : accepted + 1], bonus], room)
-            steps.append(VerifyStep(drafted=size - 1, accepted=accepted, committed=len(kept)))
+            steps.append(VerifyStep(drafted=len(drafts), accepted=accepted, committed=len(kept)))
             answer += kept
             if tell is not None:
                 tell(kept, min(accepted, len(kept)))

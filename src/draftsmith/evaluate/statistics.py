@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import ConfigError
-from draftsmith.evaluate.decode import Agreement, Decoded, Plain
+from draftsmith.evaluate.decode import Agreement, Decoded, Plain, VerifyStep
 
 RESAMPLES = 2000
 COVERAGE = 0.95
@@ -87,16 +87,7 @@ class Summary:
 def summarize(answers: Sequence[Answered], seed: int = 0) -> Summary:
     """Pool `answers`; an empty list gives zeros."""
     steps = [step for answer in answers for step in answer.decoded.steps]
-    places = max((step.drafted for step in steps), default=0)
-    survival: list[float] = []
-    conditional: list[float] = []
-    for place in range(1, places + 1):
-        # A place that the answer never reached (behind an accepted end, cut by the limit) is unscored, not wrong.
-        scored = [step for step in steps if step.scored >= place]
-        survived = sum(step.accepted >= place for step in scored)
-        before = sum(step.accepted >= place - 1 for step in scored)
-        survival.append(survived / len(scored) if scored else 0.0)
-        conditional.append(survived / before if before else 0.0)
+    survival, conditional = survival_of(steps)
     plains = [answer.plain for answer in answers if answer.plain is not None]
     agreements = [answer.agreement for answer in answers if answer.agreement is not None]
     own = [answer.decoded.tau for answer in answers if answer.decoded.steps]
@@ -116,6 +107,20 @@ def summarize(answers: Sequence[Answered], seed: int = 0) -> Summary:
         num_identical=sum(agreement.identical for agreement in agreements) if agreements else None,
         num_ties=sum(agreement.is_tie for agreement in agreements),
     )
+
+
+def survival_of(steps: Sequence[VerifyStep]) -> tuple[list[float], list[float]]:
+    """Per place k = 1, 2, ...: share of steps whose first k drafts were all accepted, and the same given k - 1."""
+    survival: list[float] = []
+    conditional: list[float] = []
+    for place in range(1, max((step.drafted for step in steps), default=0) + 1):
+        # A place that the answer never reached (behind an accepted end, cut by the limit) is unscored, not wrong.
+        scored = [step for step in steps if step.scored >= place]
+        survived = sum(step.accepted >= place for step in scored)
+        before = sum(step.accepted >= place - 1 for step in scored)
+        survival.append(survived / len(scored) if scored else 0.0)
+        conditional.append(survived / before if before else 0.0)
+    return survival, conditional
 
 
 def _counts(answers: Sequence[Answered]) -> Tensor:

@@ -202,6 +202,8 @@ class MeasureOptions:
     """Steps between measurements during training, which decide the best checkpoint; 0 measures only at both ends."""
     measure_start: bool = True
     """Measure the drafter before training too, so that the end can be held against it."""
+    pace: bool = False
+    """At the end, time verify steps of every size on this device, and measure again where fewer drafts pay better."""
 
     def __post_init__(self) -> None:
         if self.num_prompts < 0 or self.eval_every < 0 or self.max_new_tokens < 1:

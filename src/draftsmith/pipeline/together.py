@@ -43,7 +43,7 @@ def claim_together(world: World, config: RunConfig) -> tuple[Path, RunConfig]:
 
     Raises:
         CheckpointError: the folder holds something else, or this host doesn't see it.
-        ConfigError: answers or features to be made first, which one process does.
+        ConfigError: what one process does: answering or capturing first, timing steps at the end.
     """
     if config.data.cache_features:
         raise ConfigError(
@@ -54,6 +54,10 @@ def claim_together(world: World, config: RunConfig) -> tuple[Path, RunConfig]:
         raise ConfigError(
             "--regenerate answers in one process before training: run draftsmith regenerate once, with several "
             "--server URL where there is much to answer, then torchrun ... train --data with its file"
+        )
+    if config.measure.pace:
+        raise ConfigError(
+            "--pace times steps in one process: drop it, and run draftsmith evaluate RUN --max-drafts auto afterwards"
         )
     out = Path(config.out)
     if world.roles.is_chief:

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftsmith.drafter.model import Drafter, DrafterConfig
+from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError
-from draftsmith.evaluate.acceptance import EvalConfig, EvalResult, Progress, evaluate_prompts, plain_answers
+from draftsmith.evaluate.acceptance import EvalResult
 from draftsmith.evaluate.card import model_card, trained_on
-from draftsmith.evaluate.decode import Plain
 from draftsmith.evaluate.export import export_zlab, load_zlab, verify_export
 from draftsmith.evaluate.layout import ExportInfo
-from draftsmith.evaluate.prompts import Prompt
 from draftsmith.evaluate.statistics import compare
 from draftsmith.pipeline.alarm import sound_alarm
-from draftsmith.pipeline.chief import Measure, Measured, idle_report, masters_on_cpu
-from draftsmith.pipeline.documents import prompt_of
+from draftsmith.pipeline.chief import idle_report, masters_on_cpu
 from draftsmith.pipeline.inputs import ON_POLICY, claim_folder, start_drafter, write_whole
 from draftsmith.pipeline.resolve import Choices, resolve_drafter
 from draftsmith.pipeline.run.roles import roles_of_ranks, settle_roles, with_roles
+from draftsmith.pipeline.run.yardstick import Measures, RemoteYardstick, Yardstick, with_weights, yardstick_of
 from draftsmith.pipeline.session import LocalCrew, capture_epoch, train_stage
-from draftsmith.pipeline.show import ProgressView, print_choices
+from draftsmith.pipeline.show import print_choices
 from draftsmith.pipeline.stage import CONFIG, Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
 from draftsmith.pipeline.together import (
     ChiefCrew,
     Desk,
-    RemoteMeasures,
     claim_together,
     load_together,
     run_drafter_rank,
     run_target_rank,
 )
 from draftsmith.pipeline.world import PeerError, World, join_world
-from draftsmith.target.compute import uncompiled
 
 DRAFTER, EVALUATION = "drafter", "evaluation.json"
 
@@ -66,83 +61,10 @@ class RunResult:
     last: Mapping[str, Any]
     """The last log line's numbers."""
     interrupted: bool
-
-
-class Measures(Protocol):
-    """Measures drafters of a run with the true loop, here or in the first target's process."""
-
-    def measure(self, drafter: Drafter, name: str) -> EvalResult | None: ...
-
-    def during(self) -> Measure | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yardstick:
-    """The prompts that a run measures itself on, and the target's own answers, decoded once."""
-
-    stage: Stage
-    prompts: list[Prompt]
-    config: EvalConfig
-    plains: list[Plain]
-
-    def measure(self, drafter: Drafter, name: str) -> EvalResult | None:
-        """The true loop's result; None where there is nothing to measure on."""
-        if not self.prompts:
-            return None
-        with ProgressView(self.stage.console, f"measuring {name}", len(self.prompts)) as view:
-
-            def tell(done: int, _total: int, tau: float) -> None:
-                view.update(done, f"tau {tau:.2f}")
-
-            return self._answer(drafter, name, tell)
-
-    def _answer(self, drafter: Drafter, name: str, tell: Progress | None) -> EvalResult:
-        target = self.stage.target
-        beside = copy.deepcopy(drafter).to(target.device)
-        with uncompiled(target):
-            return evaluate_prompts(target, beside, self.prompts, self.config, tell, self.plains, name)
-
-    def answer(self, name: str, weights: Mapping[str, Tensor]) -> EvalResult:
-        """For the first drafter of a distributed run, which has no target."""
-        return self._answer(_with_weights(self.stage.start.config, weights), name, None)
-
-    def during(self) -> Measure | None:
-        """For the chief: a score and the numbers of its log line."""
-        if not self.prompts:
-            return None
-
-        return lambda _step, weights: _measured(self.answer("during", weights))
-
-
-def _measured(result: EvalResult) -> Measured:
-    return result.summary.tau.value, result.to_dict()["summary"]
-
-
-class RemoteYardstick:
-    """The same, measured by the first target's process."""
-
-    def __init__(self, stage: Stage, world: World) -> None:
-        self._stage, self._remote = stage, RemoteMeasures(world)
-        self._num_prompts = int(world.wait("prompts", "the first target to answer the prompts"))
-
-    def measure(self, drafter: Drafter, name: str) -> EvalResult | None:
-        """The true loop's result; None where there is nothing to measure on."""
-        if not self._num_prompts:
-            return None
-        with self._stage.console.status(f"measuring {name}"):
-            return self._ask(name, drafter.state_dict())
-
-    def during(self) -> Measure | None:
-        """For the chief: a score and the numbers of its log line."""
-        if not self._num_prompts:
-            return None
-        return lambda _step, weights: _measured(self._ask("during", weights))
-
-    def _ask(self, name: str, weights: Mapping[str, Tensor]) -> EvalResult:
-        names = self._stage.start.drafter.state_dict()
-        result = self._remote.ask(name, {key: weights[key] for key in names})
-        assert isinstance(result, EvalResult)
-        return result
+    start: str = ""
+    """The drafter that training went on from, by name."""
+    paced: EvalResult | None = None
+    """Measured again with fewer drafts a step, where steps were timed and fewer pay better."""
 
 
 def train(config: RunConfig, console: Console) -> RunResult:
@@ -162,7 +84,7 @@ def train(config: RunConfig, console: Console) -> RunResult:
         if inputs.data is not None and not config.resume:
             sound_alarm(inputs.target, inputs.data.train, config.on_policy, console, run / ON_POLICY)
         stage = prepare_stage(config, run, inputs, console)
-        result = _lead(stage, _yardstick(stage), LocalCrew(stage))
+        result = _lead(stage, yardstick_of(stage), LocalCrew(stage))
     else:
         console.quiet = not world.roles.is_chief
         result = _train_in_ranks(world, config, console)
@@ -178,9 +100,12 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
     team, chief = train_stage(stage, yardstick.during(), crew)
     weights = masters_on_cpu(team.drafters[0])
     steps = team.drafters[0].step
-    after = yardstick.measure(_with_weights(stage.start.config, weights), "after")
+    trained = with_weights(stage.start.config, weights)
+    after, paced = yardstick.measure(trained, "after"), None
+    if config.measure.pace and after is not None and isinstance(yardstick, Yardstick):
+        before, after, paced = _at_pace(yardstick, trained, before, after)
     folder = _export(stage, weights, after)
-    results = {"before": before, "after": after}
+    results = {"before": before, "after": after, "paced": paced}
     body = {name: result.to_dict() for name, result in results.items() if result is not None}
     write_whole(run / EVALUATION, json.dumps(body))
     for line in idle_report(team):
@@ -194,7 +119,21 @@ def _lead(stage: Stage, yardstick: Measures, crew: LocalCrew | ChiefCrew) -> Run
         seconds=0.0,
         last=chief.last,
         interrupted=steps < stage.batching.total_steps,
+        start=config.drafter.init_from,
+        paced=paced,
     )
+
+
+def _at_pace(
+    yardstick: Yardstick, trained: Drafter, before: EvalResult | None, after: EvalResult
+) -> tuple[EvalResult | None, EvalResult, EvalResult | None]:
+    """Both results with what verify steps cost here, and a third one where fewer drafts than all pay better."""
+    costs = yardstick.costs(trained)
+    before, after = None if before is None else before.with_costs(costs), after.with_costs(costs)
+    assert after.pace is not None
+    best = after.pace.num_drafts
+    again = yardstick.measure(trained, f"after, {best} drafts", best) if best < len(costs) else None
+    return before, after, again
 
 
 def _join(config: RunConfig) -> World | None:
@@ -217,7 +156,7 @@ def _train_in_ranks(world: World, config: RunConfig, console: Console) -> RunRes
             stage = replace(prepare_stage(config, run, inputs, console), stop=world.stop)
             if world.roles.is_chief:
                 is_remote = world.roles.feed == "targets"
-                yardstick = RemoteYardstick(stage, world) if is_remote else _yardstick(stage)
+                yardstick = RemoteYardstick(stage, world) if is_remote else yardstick_of(stage)
                 result = _lead(stage, yardstick, ChiefCrew(world))
             else:
                 result = _help(stage, world)
@@ -237,7 +176,7 @@ def _help(stage: Stage, world: World) -> RunResult:
     elif world.roles.index > 0:
         run_target_rank(world, stage, None)
     else:
-        yardstick = _yardstick(stage)
+        yardstick = yardstick_of(stage)
         world.tell("prompts", str(len(yardstick.prompts)))
         if stage.config.measure.measure_start and yardstick.prompts:
             Desk(world, stage, yardstick.answer).wait()
@@ -272,30 +211,9 @@ def prepare_stage(config: RunConfig, run: Path, inputs: Inputs, console: Console
     print_choices(console, choices)
     for remark in stage.placement.remarks:
         console.print(f"[yellow]{remark}[/yellow]", highlight=False)
-    if not stage.placement.on_gpu:
+    if not stage.placement.on_gpu and not config.drafter.init_from:
         console.print(f"[yellow]{SMALL_RUN}[/yellow]", highlight=False)
     return stage
-
-
-def _yardstick(stage: Stage) -> Yardstick:
-    """What is measured on: the prompts named, or the conversations held out."""
-    options, data = stage.config.measure, stage.inputs.data
-    config = EvalConfig(
-        prompts=options.prompts or ("held-out",),
-        num_prompts=options.num_prompts,
-        max_new_tokens=options.max_new_tokens,
-        template_kwargs=stage.config.prepare.tokenize.template_kwargs,
-    )
-    prompts: list[Prompt] = []
-    if options.prompts:
-        prompts = config.load()
-    elif data is not None:
-        count = min(len(data.held_out), options.num_prompts or len(data.held_out))
-        ids = [tuple(prompt_of(data.held_out[index])) for index in range(count)]
-        prompts = [Prompt(source="held-out", token_ids=prompt) for prompt in ids if prompt]
-    with stage.console.status(f"decoding {len(prompts)} prompts plainly, to compare with"):
-        plains = plain_answers(stage.target, prompts, config)
-    return Yardstick(stage=stage, prompts=prompts, config=config, plains=plains)
 
 
 def capture_only(config: RunConfig, console: Console) -> Path:
@@ -311,12 +229,6 @@ def capture_only(config: RunConfig, console: Console) -> Path:
     order = stage.order()
     assert order is not None
     return capture_epoch(stage, out, order)[0]
-
-
-def _with_weights(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Drafter:
-    drafter = Drafter(config)
-    drafter.load_state_dict(dict(weights))
-    return drafter
 
 
 def _export(stage: Stage, weights: dict[str, Tensor], measured: EvalResult | None) -> Path:
@@ -340,4 +252,10 @@ def verdict(result: RunResult) -> str:
     """One sentence on whether training made the drafter better, beyond the interval."""
     if result.before is None or result.after is None:
         return "not measured: there were no prompts to measure on"
-    return compare("after", result.after.answers, "before", result.before.answers).verdict
+    found = compare("after", result.after.answers, "before", result.before.answers)
+    if not result.start:
+        return found.verdict
+    size = f"{found.tau.value:+.2f} ± {found.tau.half_width:.2f} tokens a step"
+    if found.tau.low > 0:
+        return f"better than the start, {result.start}: {size}"
+    return f"not better than the start ({size}): keep {result.start}"
