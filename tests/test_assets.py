@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,13 @@ def test_validation_is_held_out(assets: Path) -> None:
         for name in ("train", "val")
     )
     assert train.isdisjoint(val)
+
+
+def test_a_source_distribution_has_everything_that_make_works_on() -> None:
+    root = Path(__file__).parents[1]
+    targets = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    included = {path.removeprefix("/") for path in targets["sdist"]["include"]}
+    assert included >= {"src", "tests", "bench", "recipes", "docs", "Makefile", "constraints.txt", "mkdocs.yml"}
+    assert all((root / path).exists() for path in included)
+    assert targets["wheel"]["packages"] == ["src/draftsmith"]
+    assert (root / "src" / "draftsmith" / "py.typed").is_file()
