@@ -47,6 +47,18 @@ def test_validation_is_held_out(assets: Path) -> None:
     assert train.isdisjoint(val)
 
 
+def test_questions_to_adapt_to_come_without_answers_and_apart_from_the_held_out_ones(assets: Path) -> None:
+    train, held_out = (
+        [json.loads(line) for line in (assets / "java-classes" / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("train.jsonl", "prompts.jsonl")
+    )
+    assert (len(train), len(held_out)) == (120, 12)
+    assert all([message["role"] for message in row["messages"]] == ["user"] for row in (*train, *held_out))
+    subjects = [{prompt_of(row).split()[4] for row in rows} for rows in (train, held_out)]
+    assert len(subjects[1]) == 12
+    assert subjects[0].isdisjoint(subjects[1])
+
+
 def test_a_source_distribution_has_everything_that_make_works_on() -> None:
     root = Path(__file__).parents[1]
     targets = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
