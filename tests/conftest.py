@@ -43,6 +43,10 @@ def assets() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Files share expensive fixtures, so one stays with one worker; faults share nothing.
+        name = item.name if item.name.startswith("test_is_caught[") else item.path.relative_to(item.config.rootpath)
+        item.add_marker(pytest.mark.xdist_group(str(name)))
     if torch.cuda.is_available():
         return
     for item in items:

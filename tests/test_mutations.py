@@ -63,3 +63,5 @@ def test_every_test_that_the_documentation_names_exists(page: str) -> None:
 def test_is_caught(mutation: Mutation) -> None:
     verdict = judge(mutation)
     assert verdict.is_red, verdict.output
+    table = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    assert verdict.row in table, "write the table again: python tests/mutate.py --write docs/faults.md"
