@@ -67,12 +67,13 @@ def test_an_exception_in_a_rank_ends_all_with_that_ranks_error(victim: str, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["drafter:0", "target:1"])
-def test_a_persons_stop_ends_every_rank_with_the_same_step_and_0(who: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("who", "fewest"), [("drafter:0", 5), ("target:1", 1)])
+def test_a_persons_stop_ends_every_rank_with_the_same_step_and_0(who: str, fewest: int, tmp_path: Path) -> None:
+    """The stop comes at the 5th step of a drafter; the 5th forward of a target may precede the 5th step."""
     sizes = Sizes(targets=2, drafters=2, steps=5000)
     done = run_ranks(tmp_path, sizes, f"{who}:term", seconds=120)
     assert done.returncode == 0, done.stderr
     assert set(endings(tmp_path).values()) == {"finished"}
     ranks = torch.load(tmp_path / "chief.pt")
-    assert 5 <= ranks["step"] < 5000
+    assert fewest <= ranks["step"] < 5000
     assert len(ranks["losses"]) == ranks["step"]
