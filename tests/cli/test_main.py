@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from draftsmith.cli import VERBS, run
+from draftsmith.cli import UNREAD_EXIT, VERBS, run
 from draftsmith.errors import DataError
 from tests.cli.conftest import Files
 
@@ -146,3 +150,28 @@ def test_a_recipe_with_an_unknown_key_names_the_nearest(files: Files, capsys: py
 
 def test_a_folder_that_holds_a_run_is_left_alone(trained: Files, capsys: pytest.CaptureFixture[str]) -> None:
     assert "already holds a run: give another --out, or continue it with --resume" in refused(trained.train(), capsys)
+
+
+def test_a_pipe_gets_each_line_as_it_is_said() -> None:
+    code = "import sys, draftsmith.cli as cli; cli.run = lambda _: print('said') or sys.stdin.read() and 0; cli.main()"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=buffered
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert select.select([process.stdout], [], [], 30)[0], "nothing came while the command went on"
+        assert process.stdout.readline() == b"said\n"
+        process.stdin.close()
+
+
+def test_a_reader_who_leaves_is_no_error() -> None:
+    code = "from draftsmith.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == UNREAD_EXIT

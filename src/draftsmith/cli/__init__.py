@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import TextIOWrapper
 from typing import cast
 
 from rich.console import Console
@@ -17,6 +19,8 @@ from draftsmith import __version__
 from draftsmith.errors import DraftsmithError
 
 USAGE_EXIT = 2
+UNREAD_EXIT = 141
+"""What a shell reports of a program that SIGPIPE ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,14 @@ VERBS: dict[str, Verb] = {
 
 def main() -> None:
     """Entry of the `draftsmith` command."""
-    sys.exit(run(sys.argv[1:]))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file or a pipe gets each line as it is said
+    try:
+        status = run(sys.argv[1:])
+    except BrokenPipeError:  # `draftsmith ... | head`: nobody reads on, which is no fault of a path
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        status = UNREAD_EXIT
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -79,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         message = str(error)
     except OSError as error:
-        if debug:
+        if debug or isinstance(error, BrokenPipeError):
             raise
         message = f"{error}: check the path, its permissions and the free space"
     errors.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)

@@ -12,21 +12,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 from draftsmith.data.account import Account
 from draftsmith.data.convert import RowConverter, convert_rows
 from draftsmith.data.duplicates import Duplicates
 from draftsmith.data.prepared import ACCOUNT_FILE, PreparedData, load_prepared, record_batch
+from draftsmith.data.progress import progress_bar
 from draftsmith.data.shards import Collected, ShardWriter
 from draftsmith.data.sources import Source, content_digest, parse_sources, read_mixture
 from draftsmith.data.tokenize import TokenizeConfig, template_hash
@@ -202,13 +201,6 @@ def _refuse_nothing(account: Account, sources: Sequence[Source], partial: Path |
     )
 
 
-class _RateColumn(ProgressColumn):
-    """Rows so far and rows a second."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:,.0f} rows · {task.speed or 0:,.0f} rows/s")
-
-
 class _Shown:
     """What a person sees of a preparation; nothing without a console."""
 
@@ -216,15 +208,8 @@ class _Shown:
         self._console = console
         self._total = total
 
-    @contextmanager
-    def bar(self, done: int) -> Generator[Callable[[int], None]]:
-        if self._console is None:
-            yield lambda count: None
-            return
-        columns = (TextColumn("preparing"), BarColumn(), _RateColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task("preparing", total=self._total, completed=done)
-            yield lambda count: progress.advance(task, count)
+    def bar(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
+        return progress_bar(self._console, "preparing", self._total, done)
 
     def account(self, account: Account, title: str) -> None:
         if self._console is not None:

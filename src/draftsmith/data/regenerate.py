@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from draftsmith.data.conversations import CUT_REASONS, Conversation, Message, Skip
 from draftsmith.data.convert import decode_row
 from draftsmith.data.journal import Journal, RegenerateReport
 from draftsmith.data.prepare import expected_rows
+from draftsmith.data.progress import progress_bar
 from draftsmith.data.sources import RawRow, content_digest, parse_sources, read_mixture
 from draftsmith.errors import ConfigError, DataError
 
@@ -136,22 +136,13 @@ def regenerate(
         "sources": [[item.location, item.weight, digest] for item, (digest, _) in zip(sources, digests, strict=True)],
         "config": asdict(config),
     }
-    columns = (
-        TextColumn("regenerating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    quiet = console is None
     with (
         Journal(target.with_name(target.name + ".partial"), settings) as journal,
-        Progress(*columns, console=console, disable=quiet) as progress,
+        progress_bar(console, "regenerating", expected_rows(sources, [lines for _, lines in digests])) as advance,
     ):
-        task = progress.add_task("regenerating", total=expected_rows(sources, [lines for _, lines in digests]))
         rows = enumerate(read_mixture(sources, config.sampling.seed))
         for num_done in _flow(rows, journal, generate, config):
-            progress.advance(task, num_done)
+            advance(num_done)
         return journal.finish(target)
 
 
