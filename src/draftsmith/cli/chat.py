@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.cli.parse import parse
+from draftsmith.drafter.model import Drafter
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, decode, plain_decode
 from draftsmith.evaluate.pace import measure_pace
+from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.prompts import Prompt, encode_prompt
 from draftsmith.evaluate.source import open_drafter
 from draftsmith.pipeline.placement import place
@@ -76,6 +78,12 @@ def chat(arguments: Sequence[str]) -> int:
     with console.status(f"loading {command.target.target}"):
         target = load_target(command.target, place(PipelineConfig()).targets[0])
     drafter = named.drafter.to(target.device)
+    with packed_products(target.model, drafter):
+        _talk(command, console, target, drafter)
+    return 0
+
+
+def _talk(command: ChatCommand, console: Console, target: Target, drafter: Drafter) -> None:
     stop_ids, max_drafts = target.facts.eos_token_ids, command.max_drafts
     limits = DecodeLimits(
         max_new_tokens=command.max_new_tokens, stop_ids=stop_ids, max_drafts=0 if max_drafts == "auto" else max_drafts
@@ -96,7 +104,6 @@ def chat(arguments: Sequence[str]) -> int:
         turns.append({"role": "assistant", "content": answer_text(target, answer)})
         if command.say:
             break
-    return 0
 
 
 def answer_text(target: Target, answer: Decoded) -> str:

@@ -19,6 +19,9 @@ from draftsmith.drafter.objectives import LossConfig, place_weights, row_gradien
 from draftsmith.drafter.recompute import recomputed
 from draftsmith.records import FrozenEnds
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Rows, weights [out, in], bias -> rows times weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
@@ -57,9 +60,9 @@ class LossSums:
         return self.vector[1]
 
 
-def head_logits(hidden: Tensor, ends: FrozenEnds) -> Tensor:
+def head_logits(hidden: Tensor, ends: FrozenEnds, product: Product = torch.nn.functional.linear) -> Tensor:
     """The target's own head on hidden states [rows, H]: fp32 [rows, V], its bias, scale and soft cap included."""
-    logits = torch.nn.functional.linear(hidden, ends.head_VH, ends.head_bias_V).to(torch.float32)
+    logits = product(hidden, ends.head_VH, ends.head_bias_V).to(torch.float32)
     if ends.logit_scale != 1.0:
         logits = logits * ends.logit_scale
     if ends.soft_cap is not None:

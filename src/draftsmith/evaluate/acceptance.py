@@ -15,6 +15,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.evaluate.batched import decode_many
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, compare_answers, decode, plain_decode
 from draftsmith.evaluate.pace import Pace, measure_pace
+from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
 from draftsmith.evaluate.sampling import Sampler
 from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
@@ -186,7 +187,8 @@ def evaluate_prompts(
     encoded = [encode_prompt(target, prompt, config.template_kwargs) for prompt in prompts]
     stop_ids, pace = target.facts.eos_token_ids, None
     if config.max_drafts == "auto":
-        pace = measure_pace(target, drafter, encoded, config.max_new_tokens, stop_ids)
+        with packed_products(target.model, drafter):
+            pace = measure_pace(target, drafter, encoded, config.max_new_tokens, stop_ids)
         config = replace(config, max_drafts=pace.num_drafts)
     assert config.max_drafts != "auto"
     limits = DecodeLimits(max_new_tokens=config.max_new_tokens, stop_ids=stop_ids, max_drafts=config.max_drafts)
@@ -218,13 +220,14 @@ def _decoded(
 ) -> Iterator[tuple[int, Decoded]]:
     """Answers with the number of their prompt, as they come."""
     ends = target.ends()
-    for low in range(0, len(encoded), config.batch):
-        prompts = encoded[low : low + config.batch]
-        if config.batch == 1:
-            yield low, decode(target, drafter, ends, prompts[0], limits, config.sampler(low))
-        else:
-            together = decode_many(target, drafter, ends, prompts, limits, config.batch)
-            yield from enumerate(together, start=low)
+    with packed_products(target.model, drafter):
+        for low in range(0, len(encoded), config.batch):
+            prompts = encoded[low : low + config.batch]
+            if config.batch == 1:
+                yield low, decode(target, drafter, ends, prompts[0], limits, config.sampler(low))
+            else:
+                together = decode_many(target, drafter, ends, prompts, limits, config.batch)
+                yield from enumerate(together, start=low)
 
 
 def differences(results: Sequence[EvalResult]) -> list[Difference]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from draftsmith.drafter.loss import head_logits
 from draftsmith.drafter.model import Drafter, Layer
 from draftsmith.drafter.rope import RopeTable, inverse_frequencies, rope_table
+from draftsmith.evaluate.packed import linear
 from draftsmith.records import FrozenEnds
 
 
@@ -131,7 +132,7 @@ class DraftContext:
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's own head on drafter output [rows, H]: fp32 [rows, V], on the head's device."""
         head_VH = self.ends.head_VH
-        return head_logits(hidden.to(head_VH.device, head_VH.dtype), self.ends)
+        return head_logits(hidden.to(head_VH.device, head_VH.dtype), self.ends, linear)
 
 
 def visible(blocks: Blocks, slots: Slots, window: int | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from draftsmith.drafter.model import Drafter
 from draftsmith.evaluate.decode import DecodeLimits, VerifyStep, decode, now
 from draftsmith.evaluate.drafting import Blocks, DraftContext
+from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.sampling import GREEDY
 from draftsmith.evaluate.statistics import survival_of
 from draftsmith.evaluate.stepper import Stepper, TapHooks
@@ -75,7 +76,7 @@ def step_costs(target: Target, drafter: Drafter, prompt_ids: Sequence[int], repe
     """
     size = drafter.config.block_size
     seconds: list[list[float]] = [[] for _ in range(size)]
-    with TapHooks(target, drafter.config.taps) as hooks:
+    with packed_products(target.model, drafter), TapHooks(target, drafter.config.taps) as hooks:
         stepper = Stepper(target)
         context = DraftContext.start(drafter, target.ends())
         token = int(stepper.run(prompt_ids, last_only=True)[0].argmax())
