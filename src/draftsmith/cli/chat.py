@@ -14,12 +14,12 @@ from draftsmith.cli.parse import parse
 from draftsmith.drafter.model import Drafter
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, decode, plain_decode
 from draftsmith.evaluate.pace import measure_pace
-from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.prompts import Prompt, encode_prompt
 from draftsmith.evaluate.source import open_drafter
 from draftsmith.pipeline.placement import place
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.target.model import Target, TargetConfig, load_target
+from draftsmith.target.packed import packed_products
 
 ABOUT = """Chat with a target through a drafter. Tokens that the drafter guessed are coloured, one colour a block,
 in turns; the target's own stay plain. The foot shows tau and the speed-up over plain decoding. End with an

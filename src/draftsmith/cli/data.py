@@ -29,6 +29,7 @@ from draftsmith.pipeline.documents import Documents
 from draftsmith.pipeline.placement import place
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.target.model import TargetConfig, load_target, load_tokenizer, locate
+from draftsmith.target.packed import packed_products
 from draftsmith.target.weigh import weigh_target
 
 PREPARE = """Turn conversations into token ids and loss masks: exactly what the target's own chat template gives, with
@@ -172,7 +173,8 @@ def regenerate(arguments: Sequence[str]) -> int:
             end_token_ids=target.facts.eos_token_ids,
             batch_size=command.generate_batch,
         )
-        report = regenerate_answers(command.chats, command.out, embedded, settings, console)
+        with packed_products(target.model):
+            report = regenerate_answers(command.chats, command.out, embedded, settings, console)
     _print_report(report, command, console)
     return 0
 

@@ -15,11 +15,11 @@ from draftsmith.errors import ConfigError
 from draftsmith.evaluate.batched import decode_many
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, Plain, compare_answers, decode, plain_decode
 from draftsmith.evaluate.pace import Pace, measure_pace
-from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.prompts import BUILT_IN, Prompt, encode_prompt, load_prompts
 from draftsmith.evaluate.sampling import Sampler
 from draftsmith.evaluate.statistics import Answered, Difference, Summary, compare, summarize
 from draftsmith.target.model import Target
+from draftsmith.target.packed import packed_products
 
 PLACES = "Survival: first k drafts all accepted, % of steps (below: given the first k-1)"
 Progress = Callable[[int, int, float], None]

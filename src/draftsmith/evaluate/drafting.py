@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from draftsmith.drafter.loss import head_logits
 from draftsmith.drafter.model import Drafter, Layer
 from draftsmith.drafter.rope import RopeTable, inverse_frequencies, rope_table
-from draftsmith.evaluate.packed import linear
 from draftsmith.records import FrozenEnds
+from draftsmith.target.packed import linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

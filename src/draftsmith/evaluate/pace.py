@@ -15,11 +15,11 @@ import torch
 from draftsmith.drafter.model import Drafter
 from draftsmith.evaluate.decode import DecodeLimits, VerifyStep, decode, now
 from draftsmith.evaluate.drafting import Blocks, DraftContext
-from draftsmith.evaluate.packed import packed_products
 from draftsmith.evaluate.sampling import GREEDY
 from draftsmith.evaluate.statistics import survival_of
 from draftsmith.evaluate.stepper import Stepper, TapHooks
 from draftsmith.target.model import Target
+from draftsmith.target.packed import packed_products
 
 PILOT_PROMPTS, PILOT_TOKENS = 3, 64
 """What survival is read from where it isn't known yet."""

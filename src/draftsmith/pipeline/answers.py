@@ -19,6 +19,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.pipeline.inputs import ANSWERS
 from draftsmith.pipeline.settings import AnswerOptions, DataOptions
 from draftsmith.target.model import Target
+from draftsmith.target.packed import packed_products
 
 
 def answer_first(
@@ -63,7 +64,9 @@ def answer_first(
             batch_size=options.answer_batch,
         )
         sources = [part.strip() for part in data.data.split(",") if part.strip()]
-        _say(regenerate(sources, out, embedded, config, console), out, console)
+        with packed_products(target.model):
+            report = regenerate(sources, out, embedded, config, console)
+        _say(report, out, console)
     return replace(data, data=str(out))
 
 

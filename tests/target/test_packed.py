@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.evaluate import packed
-from draftsmith.evaluate.packed import linear, packed_products
+from draftsmith.target import packed
+from draftsmith.target.packed import linear, packed_products
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
