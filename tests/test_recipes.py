@@ -13,7 +13,7 @@ from draftsmith.target.smollm2 import NAME
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 EXPECTED = {
     "quickstart",
-    "adapt-on-cpu",
+    "quickstart-scratch",
     "smollm2-gpu",
     "qwen3-8b-1gpu",
     "qwen3-8b-8gpu",

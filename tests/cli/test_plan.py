@@ -15,7 +15,7 @@ from draftsmith.plan.workload import drafter_parameters
 RECIPES = Path(__file__).parents[2] / "recipes"
 HARDWARE = {
     "quickstart": "rtx4090",
-    "adapt-on-cpu": "rtx4090",
+    "quickstart-scratch": "rtx4090",
     "smollm2-gpu": "rtx4090",
     "qwen3-8b-1gpu": "h100",
     "adapt-stock-drafter": "h100",
