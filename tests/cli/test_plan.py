@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import time
 import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from draftsmith.cli.plan import PlanCommand, configure_plan, job_of, plan, plan_
 from draftsmith.cli.train import configure
 from draftsmith.config import build_config, merge
 from draftsmith.errors import ConfigError
+from draftsmith.plan.hardware import parse_hardware
 from draftsmith.plan.workload import drafter_parameters
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -67,6 +70,42 @@ def test_the_saved_plan_is_a_recipe_that_train_reads(tmp_path: Path) -> None:
         assert (config.pipeline.targets, config.pipeline.drafters) == (made.split.targets, made.split.drafters)
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_a_saved_recipe_is_the_recipe_with_what_was_decided(path: Path, tmp_path: Path) -> None:
+    """`train --plan` alone runs what was planned: everything that the recipe and the flags said stands in it."""
+    name = path.name.removesuffix(".toml")
+    flags = ["--checkpoint-layers", "--seed", "7", "--hardware", HARDWARE.get(name, "8xh100"), "--data", "chats.jsonl"]
+    hosts = ["--hosts", "2"] if name.endswith("2node") else []
+    command = configure_plan(["--recipe", str(path), *flags, *hosts])
+    made = plan_of(command)
+    saved = tmp_path / "plan.toml"
+    saved.write_text(plan_toml(command, made))
+    config, _ = configure(["--plan", str(saved)], "train", "")
+    run = command.run
+    for part in ("out", "target", "data", "answers", "prepare", "on_policy", "loss", "optim", "measure", "checkpoint"):
+        assert getattr(config, part) == getattr(run, part), part
+    assert config.batch == replace(
+        run.batch,
+        token_budget=made.job.shape.num_tokens,
+        anchors=made.job.num_anchors,
+        draws_per_batch=made.job.draws_per_batch,
+    )
+    assert config.drafter.mask_token_id == run.drafter.mask_token_id
+    assert config.pipeline.device != "cpu", "a plan is for GPUs"
+    roles = ("targets", "drafters", "colocate", "device")
+    for option in fields(run.pipeline):
+        if option.name not in roles:
+            assert getattr(config.pipeline, option.name) == getattr(run.pipeline, option.name), option.name
+    assert job_of(replace(command, run=config)) == replace(made.job, draws=made.job.draws_per_batch)
+
+
+def test_an_assumption_stands_in_the_file_that_rests_on_it() -> None:
+    command = configure_plan(["--target", "configs/qwen3-8b", "--hardware", "h100"])
+    text = plan_toml(command, plan_of(command))
+    assert "# data assumed: 200M tokens, 60% supervised; without draws_per_batch" in text
+    assert "data" not in tomllib.loads(text), "nobody named any"
+
+
 def test_a_plan_lies_over_the_recipe_it_was_made_from(tmp_path: Path) -> None:
     saved = tmp_path / "plan.toml"
     saved.write_text("[batch]\nanchors = 64\n")
@@ -99,7 +138,7 @@ def test_a_plan_of_an_existing_drafter_leaves_it_its_architecture() -> None:
 def test_one_gpu_is_saved_without_roles() -> None:
     command = configure_plan(["--target", "configs/qwen3-8b", "--hardware", "h200", "--data", "mine.jsonl"])
     tables = tomllib.loads(plan_toml(command, plan_of(command)))
-    assert tables["pipeline"] == {}
+    assert "pipeline" not in tables
     assert tables["data"] == {"data": "mine.jsonl"}
 
 
@@ -133,6 +172,8 @@ def test_what_doesnt_fit_ends_with_1() -> None:
     [
         (["--hardware", "h100"], "no target to plan for"),
         (["--target", "smollm2"], "either --hardware"),
+        (["--target", "smollm2", "--hardware", "h100", "--tokens", "0"], "--tokens 0 is not 1 or more"),
+        (["--target", "smollm2", "--hardware", "a100", "--target-compute", "fp8"], "a100 has no 8-bit products: drop"),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], says: str) -> None:
@@ -144,3 +185,44 @@ def test_a_share_is_between_0_and_1() -> None:
     run = configure_plan(["--target", "smollm2", "--hardware", "h100"]).run
     with pytest.raises(ConfigError, match="--supervised-share 0 is not between 0 and 1"):
         PlanCommand(run=run, hardware="h100", supervised_share=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device", "cpu"], "this plan is for the GPUs of --hardware"),
+        (["--cache-features"], "planned as if the target ran in every epoch"),
+        (["--init-from", "smollm2-drafter"], "planned as 2 layers, block 8"),
+        (["--device-map", "auto"], "planned as one target on each GPU"),
+    ],
+)
+def test_what_a_plan_leaves_out_is_said(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["--target", "smollm2", "--hardware", "h100"]) == 0
+    assert says not in " ".join(capsys.readouterr().out.split())
+    assert plan(["--target", "smollm2", "--hardware", "h100", *flags]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+SAYS_ITS_PLAN = [path for path in sorted(RECIPES.glob("*.toml")) if "# Plan, " in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", SAYS_ITS_PLAN, ids=lambda path: path.name)
+def test_what_a_recipe_says_of_its_plan_is_what_the_plan_says(path: Path) -> None:
+    name = path.name.removesuffix(".toml")
+    hosts = ["--hosts", "2"] if name.endswith("2node") else []
+    made = plan_of(configure_plan(["--recipe", str(path), "--hardware", HARDWARE.get(name, "8xh100"), *hosts]))
+    comment = " ".join(line.removeprefix("# ") for line in path.read_text(encoding="utf-8").splitlines()[:10])
+    said = comment.partition("Plan, ")[2].partition(" hours")[0]
+    memory = [int(found) for found in re.findall(r"(\d+) GB", said)]
+    assert memory == [round(role.total / 1e9) for role in made.split.memory]
+    rate, hours = re.findall(r"([\d,]+) tokens/s", said), re.findall(r"([\d.]+)$", said)
+    assert [float(found.replace(",", "")) for found in rate] == [pytest.approx(made.split.rate, rel=0.01)]
+    assert [float(found) for found in hours] == [pytest.approx(made.hours, rel=0.02)]
+    for found in re.findall(r"drafters idle (\d+)%", said):
+        assert int(found) == round(100 * made.split.idle_drafters)
+
+
+def test_a_measured_machine_counts_for_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.cli.plan.this_machine", lambda link: parse_hardware("2xh100", link_gbps=link))
+    made = plan_of(configure_plan(["--target", "smollm2", "--measure", "--hosts", "3", "--link-gbps", "100"]))
+    assert (made.hardware.num_gpus, made.hardware.link_gbps) == (6, 100)

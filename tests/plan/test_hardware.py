@@ -40,6 +40,9 @@ def test_hosts_multiply_and_the_link_is_bytes() -> None:
         ("4 cards", "isn't like 8xh100"),
         ("h100@0", "a rate of 0 TFLOP/s"),
         ("0xh100", "1 hosts of 0 GPUs"),
+        ("8xh100@1.2.3", "isn't like 8xh100"),
+        ("h100@.", "isn't like 8xh100"),
+        ("8x0GB", "a card of 0 GB holds nothing"),
     ],
 )
 def test_what_isnt_hardware_is_refused(text: str, says: str) -> None:
@@ -47,9 +50,10 @@ def test_what_isnt_hardware_is_refused(text: str, says: str) -> None:
         parse_hardware(text)
 
 
-def test_a_link_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--link-gbps 0 is not above 0"):
-        parse_hardware("h100", link_gbps=0)
+@pytest.mark.parametrize("gbps", [0.0, float("nan")])
+def test_a_link_of_nothing_is_refused(gbps: float) -> None:
+    with pytest.raises(ConfigError, match=f"--link-gbps {gbps:g} is not above 0"):
+        parse_hardware("h100", link_gbps=gbps)
 
 
 @pytest.mark.parametrize(

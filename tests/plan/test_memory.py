@@ -7,6 +7,7 @@ from draftsmith.plan.hardware import parse_hardware
 from draftsmith.plan.memory import (
     RoleMemory,
     drafter_memory,
+    elements,
     joint_memory,
     target_memory,
 )
@@ -49,3 +50,18 @@ def test_a_role_fits_up_to_the_cards_memory(tiny: Job) -> None:
     card = replace(parse_hardware("h200").card, memory=role.total)
     assert role.fits(card)
     assert not role.fits(replace(card, memory=role.total - 1))
+
+
+def test_the_logits_say_what_an_element_takes(tiny: Job) -> None:
+    (chunk,) = [buffer for buffer in drafter_memory(tiny, ring_here=False).buffers if buffer.name == "logits chunk"]
+    assert (chunk.bytes, chunk.why) == (12 * 16 * 6, "12 rows x 16 x 6 bytes")
+
+
+def test_parameters_are_said_with_three_digits() -> None:
+    assert [elements(count) for count in (26_895_998_464, 1_730_213_120, 134_515_008, 8_740_480, 712)] == [
+        "26.9B",
+        "1.73B",
+        "135M",
+        "8.74M",
+        "712",
+    ]

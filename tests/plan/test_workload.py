@@ -50,6 +50,7 @@ def test_activations_by_hand(tiny: Job) -> None:
 
 def test_the_logits_chunk_holds_whole_blocks(tiny: Job) -> None:
     assert chunk_bytes(replace(tiny, chunk_rows=10)) == 8 * 16 * 6
+    assert chunk_bytes(replace(tiny, chunk_rows=2048)) == 12 * 16 * 6, "a draw has no more rows than that"
     assert chunk_bytes(replace(tiny, chunk_rows=10, shape=replace(tiny.shape, last_hidden=True))) == 2 * 8 * 16 * 6
 
 

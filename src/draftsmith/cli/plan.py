@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from draftsmith.pipeline.stage import RunConfig
 from draftsmith.plan.corpus import ASSUMED_SUPERVISED, ASSUMED_TOKENS, assumed_corpus, corpus_of
 from draftsmith.plan.hardware import Hardware, parse_hardware, this_machine
 from draftsmith.plan.make import Asked, Plan, make_plan
-from draftsmith.plan.show import print_plan
+from draftsmith.plan.saved import to_toml
+from draftsmith.plan.show import hours, print_plan
+from draftsmith.plan.split import peak_memory
 from draftsmith.plan.workload import Corpus, Job
 from draftsmith.target.weigh import weigh_target
 
@@ -27,7 +29,10 @@ what other choices would change. Reads the target's config only: no weights, no 
 
 Takes every flag of train, and --recipe. --data takes a folder from draftsmith prepare; otherwise --tokens stands in.
 --save writes the plan as a recipe: draftsmith train --plan FILE runs it."""
-UNNAMED = "chats.jsonl"
+UNNAMED = "CHATS"
+"""Stands for the data that nobody named."""
+ALWAYS = frozenset({"target.target_compute", "loss.loss", "loss.weights", "batch.accumulation", "batch.epochs"})
+"""What a saved plan says where it is the default too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class PlanCommand:
     def __post_init__(self) -> None:
         if not 0 < self.supervised_share <= 1:
             raise ConfigError(f"--supervised-share {self.supervised_share} is not between 0 and 1")
+        if self.tokens < 1:
+            raise ConfigError(f"--tokens {self.tokens} is not 1 or more")
 
 
 def configure_plan(arguments: Sequence[str]) -> PlanCommand:
@@ -83,7 +90,7 @@ def plan(arguments: Sequence[str]) -> int:
     command = configure_plan(arguments)
     console = Console()
     made = plan_of(command)
-    print_plan(made, console)
+    print_plan(made, console, left_out(command.run, made))
     if command.save:
         path = Path(command.save)
         path.write_text(plan_toml(command, made), encoding="utf-8")
@@ -94,6 +101,10 @@ def plan(arguments: Sequence[str]) -> int:
 def plan_of(command: PlanCommand) -> Plan:
     """The plan of a parsed command."""
     machine = _hardware(command)
+    if command.run.target.target_compute == "fp8" and not (machine.card.fp8 or command.run.data.features):
+        raise ConfigError(
+            f"{machine.card.name} has no 8-bit products: drop --target-compute fp8, or name a newer card (--hardware)"
+        )
     job = job_of(command)
     pipeline = command.run.pipeline
     asked = Asked(
@@ -109,7 +120,7 @@ def _hardware(command: PlanCommand) -> Hardware:
     if bool(command.hardware) == command.measure:
         raise ConfigError("say what to plan for: either --hardware (8xh100, 7x96GB), or --measure on this machine")
     if command.measure:
-        return this_machine(command.link_gbps)
+        return replace(this_machine(command.link_gbps), hosts=command.hosts)
     return parse_hardware(command.hardware, command.hosts, command.link_gbps)
 
 
@@ -128,57 +139,66 @@ def _corpus(command: PlanCommand) -> Corpus:
     return corpus_of(data.lengths, data.account.supervised_tokens, command.run.batch.num_buckets, str(folder))
 
 
-def plan_toml(command: PlanCommand, made: Plan) -> str:
-    """The plan as a recipe: what it decided, with its figures as comments."""
-    run, job, split = command.run, made.job, made.split
-    roles = "colocate = true" if split.joint else f"targets = {split.targets}\ndrafters = {split.drafters}"
-    if split.from_disk:
-        roles = f"drafters = {split.drafters}"
-    elif split.joint and made.hardware.num_gpus == 1:
-        roles = "# one GPU does both"
-    named = {"data": run.data.data, "features": run.data.features}
-    lines = [f'{key} = "{value}"\n' for key, value in named.items() if value and value != UNNAMED]
-    data = "\n[data]\n" + "".join(lines) if lines else ""
-    return f"""# {job.target.facts.name} on {made.hardware.describe()}
-# expected: {split.rate:,.0f} tokens/s, {made.hours:.1f} hours, {max(role.total for role in split.memory) / 1e9:.0f} GB
-out = "{run.out}"
-
-[target]
-target = "{run.target.target}"
-target_compute = "{run.target.target_compute}"
-{data}
-[drafter]
-{_drafter_toml(run, job)}
-
-[loss]
-loss = "{run.loss.loss}"
-weights = "{run.loss.weights}"
-
-[batch]
-token_budget = {job.shape.num_tokens}
-anchors = {job.num_anchors}
-draws_per_batch = {job.draws_per_batch}
-accumulation = {job.accumulation}
-epochs = {float(job.epochs)}
-
-[pipeline]
-{roles}
-"""
-
-
-def _drafter_toml(run: RunConfig, job: Job) -> str:
-    """The architecture, or the drafter whose architecture it is."""
-    drafter = job.drafter
+def left_out(run: RunConfig, made: Plan) -> list[str]:
+    """What was asked for and isn't in the figures."""
+    said: list[str] = []
+    drafter = made.job.drafter
+    if run.pipeline.device == "cpu":
+        said.append("--device cpu: this plan is for the GPUs of --hardware, and --save writes it for them")
+    if run.data.cache_features:
+        said.append(
+            "--cache-features: planned as if the target ran in every epoch; it runs in one, the others only train"
+        )
     if run.drafter.init_from:
-        return f'init_from = "{run.drafter.init_from}"'
-    return f"""layers = {drafter.num_layers}
-num_heads = {drafter.num_heads}
-num_kv_heads = {drafter.num_kv_heads}
-head_dim = {drafter.head_dim}
-intermediate_size = {drafter.intermediate_size}
-block_size = {drafter.block_size}
-taps = {list(drafter.taps)}
-sliding_window = {drafter.sliding_window}
-full_layers = {run.drafter.full_layers}
-init = "{run.drafter.init}"
-rope = "{run.drafter.rope}\""""
+        said.append(
+            f"--init-from: planned as {drafter.num_layers} layers, block {drafter.block_size}, taps "
+            f"{list(drafter.taps)}; the config of {run.drafter.init_from} decides"
+        )
+    if run.target.device_map:
+        said.append("--device-map: planned as one target on each GPU")
+    return said
+
+
+def plan_toml(command: PlanCommand, made: Plan) -> str:
+    """The plan as a recipe: what was asked for and what it decided, with its figures as comments."""
+    run, job, split = command.run, made.job, made.split
+    corpus = job.corpus
+    data = f"# data: {corpus.source}\n"
+    if corpus.is_assumed:
+        data = (
+            f"# data assumed: {corpus.tokens / 1e6:,.0f}M tokens, {corpus.supervised / corpus.tokens:.0%} supervised; "
+            "without draws_per_batch the real data decide it\n"
+        )
+    return (
+        f"# {job.target.facts.name} on {made.hardware.describe()}\n"
+        f"# expected: {split.rate:,.0f} tokens/s, {hours(made.hours)}, {peak_memory(split) / 1e9:.0f} GB\n{data}"
+        + to_toml(decided(run, made), ALWAYS, frozenset({"data.data"}) if run.data.data == UNNAMED else frozenset())
+    )
+
+
+def decided(run: RunConfig, made: Plan) -> RunConfig:
+    """The run with the plan's choices in the place of what was left open."""
+    job, split, drafter = made.job, made.split, made.job.drafter
+    batch = replace(
+        run.batch, token_budget=job.shape.num_tokens, anchors=job.num_anchors, draws_per_batch=job.draws_per_batch
+    )
+    pipeline = replace(run.pipeline, device="auto" if run.pipeline.device == "cpu" else run.pipeline.device)
+    if split.from_disk:
+        pipeline = replace(pipeline, targets="auto", drafters=split.drafters)
+    elif not split.joint:
+        pipeline = replace(pipeline, targets=split.targets, drafters=split.drafters)
+    elif made.hardware.num_gpus > 1:
+        pipeline = replace(pipeline, targets="auto", drafters="auto", colocate=True)
+    options = run.drafter
+    if not options.init_from:  # else the architecture is that drafter's
+        options = replace(
+            options,
+            layers=drafter.num_layers,
+            num_heads=drafter.num_heads,
+            num_kv_heads=drafter.num_kv_heads,
+            head_dim=drafter.head_dim,
+            intermediate_size=drafter.intermediate_size,
+            block_size=drafter.block_size,
+            taps=drafter.taps,
+        )
+    return replace(run, batch=batch, pipeline=pipeline, drafter=options)

@@ -22,6 +22,7 @@ def assumed_corpus(tokens: int, supervised_share: float, source: str) -> Corpus:
         padding=ASSUMED_PADDING,
         fill=ASSUMED_FILL,
         source=source,
+        is_assumed=True,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from draftsmith.errors import ConfigError
 from draftsmith.plan.calibration import CARDS, PCIE_GBPS, Card
 
-WRITTEN = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?P<what>[a-z0-9.\-]+?)(?:@(?P<rate>[\d.]+))?", re.IGNORECASE)
+WRITTEN = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?P<what>[a-z0-9.\-]+?)(?:@(?P<rate>\d+(?:\.\d+)?))?", re.IGNORECASE)
 MEMORY = re.compile(r"(?P<gb>\d+(?:\.\d+)?)gb", re.IGNORECASE)
 MATRIX = 8192
 CPU_MATRIX, CPU_COPY = 512, 1 << 26
@@ -37,7 +37,7 @@ class Hardware:
             raise ConfigError(
                 f"{self.hosts} hosts of {self.per_host} GPUs: both must be 1 or more (--hosts, --hardware)"
             )
-        if self.link_gbps <= 0:
+        if not self.link_gbps > 0:  # nan too
             raise ConfigError(f"--link-gbps {self.link_gbps:g} is not above 0")
 
     @property
@@ -84,6 +84,8 @@ def _card_of(what: str, text: str) -> Card:
             raise ConfigError(f"--hardware {text!r}: no card named {what!r}: {_known()}")
         return known[what.lower()]
     size = round(float(memory["gb"]) * 1e9)
+    if size == 0:
+        raise ConfigError(f"--hardware {text!r}: a card of 0 GB holds nothing: give its memory, as in 7x96GB")
     like = min(CARDS, key=lambda card: abs(card.memory - size))
     source = f"assumed like {like.name}; say {what}@{like.tflops:.0f} with your own"
     # Whether cards that are known by memory alone reach each other isn't known: features go through the host.

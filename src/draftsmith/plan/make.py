@@ -22,6 +22,8 @@ from draftsmith.plan.split import (
 from draftsmith.plan.workload import Job, draw_seconds, regenerate_seconds
 
 REDUCE_LIMIT = 0.1
+FASTER = 1.05
+"""Another split is worth a word from here on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +96,26 @@ class Plan:
                 f"averaging gradients takes {self.reduce_share:.0%} of a drafter's time: more draws a step "
                 "(--accumulation) share one average"
             )
-        if self.fastest.rate > 1.05 * self.split.rate:
-            gain = self.fastest.rate / self.split.rate - 1
-            said.append(f"{self.fastest.describe()} would be {gain:.0%} faster than what is asked for")
+        said += self._better_use(" ".join(said))
         if self.crossing.limit < 1.05 * self.split.rate:
             said.append(
-                f"the network is the limit ({self.crossing.host}): a faster link, or drafters spread over hosts, "
+                f"the network is the limit ({self.crossing.busiest}): a faster link, or drafters spread over hosts, "
                 "or features captured to a shared disk"
             )
         return said
+
+    def _better_use(self, said: str) -> list[str]:
+        """GPUs that the split leaves out, and a faster split, unless that was `said` with the idle roles."""
+        split, fastest, count = self.split, self.fastest, self.hardware.num_gpus
+        found: list[str] = []
+        if (unused := 0 if split.joint else count - split.targets - split.drafters) > 0:
+            verb = "has" if unused == 1 else "have"
+            found.append(f"{unused} of {count} GPUs {verb} no role: raise --targets or --drafters, or name fewer GPUs")
+        flags = "--colocate" if fastest.joint else f"--targets {fastest.targets} --drafters {fastest.drafters}"
+        if fastest.rate > FASTER * split.rate and flags not in said:
+            gain = fastest.rate / split.rate - 1
+            found.append(f"{fastest.describe()} ({flags}) would be {gain:.0%} faster than what is asked for")
+        return found
 
 
 def fastest_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
@@ -125,8 +138,8 @@ def choose_split(job: Job, hardware: Hardware, asked: Asked) -> Split:
     targets = asked.targets or count - asked.drafters
     if targets + drafters > count or min(targets, drafters) < 1:
         raise ConfigError(
-            f"{targets} targets and {drafters} drafters don't share {count} GPUs: change --targets, --drafters or "
-            "--hardware"
+            f"{targets} targets and {drafters} drafters don't share {count} GPUs: change them or "
+            "--hardware, or leave the split open with --targets auto --drafters auto"
         )
     return evaluate_split(job, hardware, targets, drafters)
 
@@ -156,13 +169,13 @@ def make_plan(job: Job, hardware: Hardware, asked: Asked) -> Plan:
 
 def _changes(job: Job, hardware: Hardware, asked: Asked, split: Split) -> list[Change]:
     """The plan with one thing changed at a time, each on its own best split."""
-    half = max(1, job.draws_per_batch // 2)
     jobs = [
-        ("twice the anchors", replace(job, num_anchors=2 * job.num_anchors, draws=half)),
-        ("half the anchors", _fewer_anchors(job)),
-        ("half the labels", replace(job, labels_per_token=job.labels_per_token / 2, draws=0)),
-        ("twice the labels", replace(job, labels_per_token=job.labels_per_token * 2, draws=0)),
+        ("twice the anchors", _with_anchors(job, 2 * job.num_anchors, job.draws // 2)),
+        ("half the anchors", _with_anchors(job, job.num_anchors // 2, job.draws * 2)),
     ]
+    if job.draws_per_batch > 1:
+        jobs.append(("half the labels", _with_labels(job, job.labels_per_token / 2, job.draws // 2)))
+    jobs.append(("twice the labels", _with_labels(job, job.labels_per_token * 2, job.draws * 2)))
     if not job.checkpoint_layers:
         jobs.append(("--checkpoint-layers", replace(job, checkpoint_layers=True)))
     if hardware.card.fp8 and not job.fp8 and not asked.from_disk:
@@ -173,8 +186,14 @@ def _changes(job: Job, hardware: Hardware, asked: Asked, split: Split) -> list[C
     return changes
 
 
-def _fewer_anchors(job: Job) -> Job:
-    return replace(job, num_anchors=max(1, job.num_anchors // 2), draws=2 * job.draws_per_batch)
+def _with_anchors(job: Job, anchors: int, draws: int) -> Job:
+    """`draws` only where the job fixes them: otherwise they follow the labels, as `draftsmith train` has it."""
+    return replace(job, num_anchors=max(1, anchors), draws=max(1, draws) if job.draws else 0)
+
+
+def _with_labels(job: Job, labels_per_token: float, draws: int) -> Job:
+    """Likewise."""
+    return replace(job, labels_per_token=labels_per_token, draws=max(1, draws) if job.draws else 0)
 
 
 def _change(name: str, job: Job, split: Split) -> Change:

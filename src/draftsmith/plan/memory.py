@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from draftsmith.drafter.loss import LossSums
 from draftsmith.plan.calibration import CONTEXT_BYTES, POOL_SLACK, Card
-from draftsmith.plan.workload import BF16, FP32, Job, activation_bytes, chunk_bytes, drafter_parameters, forward_tokens
+from draftsmith.plan.workload import (
+    BF16,
+    FP32,
+    Job,
+    activation_bytes,
+    bytes_per_logit,
+    chunk_bytes,
+    chunk_rows,
+    drafter_parameters,
+    forward_tokens,
+)
 
 STAGING_SETS = 2
 
@@ -35,6 +45,14 @@ class RoleMemory:
         return self.total <= card.memory
 
 
+def elements(count: int) -> str:
+    """A number of parameters as people say it."""
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:,}"
+
+
 def ends_bytes(job: Job) -> int:
     return job.target.ends * BF16
 
@@ -43,7 +61,7 @@ def state_buffers(job: Job) -> list[Buffer]:
     """Weights of the drafter in all their forms, and the target's ends beside them."""
     count = drafter_parameters(job.drafter)
     return [
-        Buffer(name="masters", bytes=count * FP32, why=f"{count / 1e9:.2f}B parameters, fp32"),
+        Buffer(name="masters", bytes=count * FP32, why=f"{elements(count)} parameters, fp32"),
         Buffer(name="gradients", bytes=count * FP32, why="fp32, one flat buffer"),
         Buffer(name="moments", bytes=2 * count * FP32, why="AdamW, two of fp32"),
         Buffer(name="shadow", bytes=count * BF16, why="bf16 weights that compute"),
@@ -59,7 +77,7 @@ def graph_buffers(job: Job) -> list[Buffer]:
     """What a captured step reads and its pool."""
     d = job.drafter
     small = job.shape.num_tokens * FP32 + LossSums.num_sums(d.block_size) * 2 * FP32
-    activations, chunk = activation_bytes(job), chunk_bytes(job)
+    activations = activation_bytes(job)
     slack = round(activations * (POOL_SLACK - 1))
     return [
         Buffer(name="graph input", bytes=job.shape.num_bytes + small, why=f"one batch: {batch_why(job)}"),
@@ -69,7 +87,11 @@ def graph_buffers(job: Job) -> list[Buffer]:
             why=f"{job.num_anchors:,} anchors x {d.block_size}, {d.num_layers} layers"
             + (", recomputed" if job.checkpoint_layers else ""),
         ),
-        Buffer(name="logits chunk", bytes=chunk, why=f"{job.chunk_rows:,} rows x {d.vocab_size:,}"),
+        Buffer(
+            name="logits chunk",
+            bytes=chunk_bytes(job),
+            why=f"{chunk_rows(job):,} rows x {d.vocab_size:,} x {bytes_per_logit(job)} bytes",
+        ),
         Buffer(name="pool slack", bytes=slack, why="what the count of activations misses, gaps"),
     ]
 
@@ -84,7 +106,9 @@ def target_buffers(job: Job) -> list[Buffer]:
     forward = tokens * (4 * facts.hidden_size + 2 * heads + 3 * facts.intermediate_size) * BF16
     return [
         Buffer(
-            name="target weights", bytes=weights, why=f"{job.target.total / 1e9:.1f}B" + (", fp8" if job.fp8 else "")
+            name="target weights",
+            bytes=weights,
+            why=f"{elements(job.target.total)} parameters, " + ("fp8, ends bf16" if job.fp8 else "bf16"),
         ),
         Buffer(
             name="staging",

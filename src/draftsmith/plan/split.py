@@ -47,7 +47,9 @@ class Split:
     def describe(self) -> str:
         if self.from_disk:
             return f"{self.drafters} drafter, features from disk"
-        return f"both roles on {self.targets}" if self.joint else f"{self.targets} target + {self.drafters} drafter"
+        if self.joint:
+            return "both roles in turns" if self.targets == 1 else "both roles on every GPU"
+        return f"{self.targets} target + {self.drafters} drafter"
 
 
 def reduce_seconds(job: Job, hardware: Hardware, num_drafters: int) -> float:
@@ -129,15 +131,15 @@ class Crossing:
     """Features over the network, per second and at the busiest host; zero on one host."""
 
     bytes_per_token: float
-    host: str
-    """Which host's link is busiest, and which way."""
+    busiest: str
+    """Which host's link is busiest and which way, for a sentence: what host 0 sends."""
     share: float
     """Of all tokens, those that pass that link."""
     limit: float
     """Tokens a second at which that link is full."""
 
 
-NO_CROSSING = Crossing(bytes_per_token=0.0, host="none", share=0.0, limit=float("inf"))
+NO_CROSSING = Crossing(bytes_per_token=0.0, busiest="nothing", share=0.0, limit=float("inf"))
 
 
 def network(job: Job, hardware: Hardware, targets: int, drafters: int) -> Crossing:
@@ -148,19 +150,19 @@ def network(job: Job, hardware: Hardware, targets: int, drafters: int) -> Crossi
     """
     per_token = job.shape.num_bytes / job.batch_tokens
     if hardware.hosts == 1:
-        return Crossing(bytes_per_token=per_token, host="none", share=0.0, limit=float("inf"))
-    busiest, where = 0.0, "none"
+        return Crossing(bytes_per_token=per_token, busiest="nothing", share=0.0, limit=float("inf"))
+    busiest, what = 0.0, "nothing"
     for host in range(hardware.hosts):
         first = host * hardware.per_host
         mine = min(max(targets - first, 0), hardware.per_host)
         theirs = min(hardware.per_host - mine, drafters)
         incoming = theirs / drafters * (targets - mine) / targets
         outgoing = mine / targets * (drafters - theirs) / drafters
-        for share, way in ((incoming, "in"), (outgoing, "out")):
+        for share, way in ((incoming, "receives"), (outgoing, "sends")):
             if share > busiest:
-                busiest, where = share, f"host {host}, {way}"
+                busiest, what = share, f"what host {host} {way}"
     limit = hardware.link_bytes / (busiest * per_token) if busiest else float("inf")
-    return Crossing(bytes_per_token=per_token, host=where, share=busiest, limit=limit)
+    return Crossing(bytes_per_token=per_token, busiest=what, share=busiest, limit=limit)
 
 
 def peak_memory(split: Split) -> int:

@@ -36,6 +36,8 @@ class Corpus:
     """Share of a batch's places that hold a token."""
     source: str
     """Where the numbers come from, for the reader."""
+    is_assumed: bool = False
+    """Nobody looked at the data."""
 
     def __post_init__(self) -> None:
         if not 0 < self.supervised <= self.tokens:
@@ -144,9 +146,18 @@ def activation_bytes(job: Job) -> int:
 
 
 def chunk_bytes(job: Job) -> int:
-    """Logits of a chunk and their gradient (twice with a teacher)."""
-    rows = max(1, job.chunk_rows // job.drafter.block_size) * job.drafter.block_size
-    return BYTES_PER_LOGIT * rows * job.drafter.vocab_size * (2 if job.shape.last_hidden else 1)
+    """Logits of a chunk and their gradient."""
+    return chunk_rows(job) * job.drafter.vocab_size * bytes_per_logit(job)
+
+
+def chunk_rows(job: Job) -> int:
+    """Whole blocks, at least one, and no more than a draw has."""
+    return min(max(1, job.chunk_rows // job.drafter.block_size), job.num_anchors) * job.drafter.block_size
+
+
+def bytes_per_logit(job: Job) -> int:
+    """Twice with a teacher."""
+    return BYTES_PER_LOGIT * (2 if job.shape.last_hidden else 1)
 
 
 def moved_bytes(job: Job) -> float:
