@@ -70,6 +70,16 @@ def test_every_answer_is_replaced_in_order(chats: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "own.jsonl.account.json").read_text())["rows_out"] == 20
 
 
+def test_rows_that_a_weight_leaves_out_are_not_waited_for(tmp_path: Path) -> None:
+    lines = [json.dumps(conversation(index)) for index in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    screen = io.StringIO()
+    source = f"{tmp_path / 'chats.jsonl'}:0.25"
+    report = regenerate(source, tmp_path / "own.jsonl", Answering(own), RegenerateConfig(), Console(file=screen))
+    assert 0 < report.rows_out < 40
+    assert screen.getvalue().startswith(f"regenerating: {report.rows_out} of 10 rows")
+
+
 def test_cut_answers_are_dropped_on_request_and_last_turns_alone_replaced(chats: Path, tmp_path: Path) -> None:
     config = RegenerateConfig(cut_answers="drop", every_turn=False)
     report = regenerate(chats, tmp_path / "own.jsonl", Answering(own), config)

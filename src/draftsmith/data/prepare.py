@@ -122,11 +122,12 @@ def _prepare_in_memory(
     return PreparedData([record_batch(collected.rows, collected.sources)], collected.account, facts)
 
 
-def expected_rows(sources: Sequence[Source], num_lines: Sequence[int | None]) -> int | None:
-    """Rows that a mixture brings, those included that its weights leave out; None where a source can't tell."""
+def expected_rows(sources: Sequence[Source], num_lines: Sequence[int | None], *, left_out: bool = True) -> int | None:
+    """Rows that a mixture brings, with those that its weights leave out or without; None where a source can't tell."""
     if any(lines is None for lines in num_lines):
         return None
-    return sum(round((lines or 0) * max(1.0, item.weight)) for item, lines in zip(sources, num_lines, strict=True))
+    least = 1.0 if left_out else 0.0
+    return sum(round((lines or 0) * max(least, item.weight)) for item, lines in zip(sources, num_lines, strict=True))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

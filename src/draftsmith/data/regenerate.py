@@ -132,13 +132,14 @@ def regenerate(
     if target.exists():
         raise DataError(f"{target} exists: choose another --out or remove it")
     digests = [content_digest(item) for item in sources]
+    num_lines = [lines for _, lines in digests]
     settings = {
         "sources": [[item.location, item.weight, digest] for item, (digest, _) in zip(sources, digests, strict=True)],
         "config": asdict(config),
     }
     with (
         Journal(target.with_name(target.name + ".partial"), settings) as journal,
-        progress_bar(console, "regenerating", expected_rows(sources, [lines for _, lines in digests])) as advance,
+        progress_bar(console, "regenerating", expected_rows(sources, num_lines, left_out=False)) as advance,
     ):
         rows = enumerate(read_mixture(sources, config.sampling.seed))
         for num_done in _flow(rows, journal, generate, config):
@@ -152,12 +153,9 @@ def _flow(
     """All rows through `generate` into the journal; yields how many more are done."""
     open_rows: dict[int, _OpenRow] = {}
     for index, raw in rows:
-        if journal.is_done(index):
-            yield 1
-            continue
-        row = _open(index, raw, journal, config)
+        row = None if journal.is_done(index) else _open(index, raw, journal, config)
         if row is None:
-            yield 1
+            yield 0 if isinstance(raw.value, Skip) else 1  # what a weight leaves out isn't waited for
             continue
         open_rows[index] = row
         generate.start(index, row.prompt(config))
