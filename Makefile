@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## the draftsmith command, in .venv/bin (everything else does this first)
 
-quickstart: $(STAMP)  ## train a small drafter on real conversations and measure it (2 cores, about 10 minutes)
+quickstart: $(STAMP)  ## adapt the bundled drafter to one kind of question and measure it (2 cores, minutes)
 	$(BIN)/draftsmith train --recipe $(RECIPE)
 
 test: $(STAMP)  ## the tests that CI runs (under 10 minutes on 2 cores)
