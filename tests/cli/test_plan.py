@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 import tomllib
 from dataclasses import fields, replace
@@ -37,6 +39,32 @@ def test_every_recipe_is_planned_quickly_and_fits_its_hardware(path: Path) -> No
     assert time.process_time() - started < 5
     assert made.fits, made.remarks()
     assert made.split.rate > 0
+
+
+HEAVY = (
+    "accelerate",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+)
+"""Each takes a good part of a second or more to import, and a plan has no use for any."""
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "qwen3-8b-1gpu", "qwen3.6-27b-5t2d"])
+def test_a_plan_imports_nothing_that_takes_long(recipe: str) -> None:
+    """What keeps the whole process within its seconds, told without a clock."""
+    arguments = ["plan", "--recipe", str(RECIPES / f"{recipe}.toml"), "--hardware", HARDWARE[recipe]]
+    code = f"""import sys
+from draftsmith.cli import run
+status = run({arguments})
+print("imported:", *sorted(set({HEAVY}) & set(sys.modules)))
+sys.exit(status)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported:"
 
 
 def test_the_27b_recipe_is_the_reference_shape() -> None:

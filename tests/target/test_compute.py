@@ -38,7 +38,7 @@ TAPS = (1, 2, 4)
 def clean_compiler() -> Iterator[None]:
     """Each test starts without graphs and leaves torch's compiler settings as it found them."""
     torch.compiler.reset()
-    config = compute.dynamo.config
+    config = torch._dynamo.config
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
     before = {name: getattr(config, name) for name in names}
     yield
@@ -70,7 +70,7 @@ def test_D05_one_graph_more_than_allowed_is_an_error_not_an_uncompiled_run(whole
     compile_layers(target, whole_graph=whole_graph, backend="eager")
     for length in range(4, 12):
         run_backbone(target, torch.zeros(1, length, dtype=torch.int64))
-    with pytest.raises(compute.dynamo.exc.FailOnRecompileLimitHit):
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         run_backbone(target, torch.zeros(1, 12, dtype=torch.int64))
 
 
@@ -87,9 +87,9 @@ def test_graph_limits_hold_for_the_thread_that_sets_them() -> None:
     seen: list[int] = []
 
     def work() -> None:
-        seen.append(compute.dynamo.config.recompile_limit)
+        seen.append(torch._dynamo.config.recompile_limit)
         allow_graphs(shapes=64, layer_kinds=2, devices=4)
-        seen.append(compute.dynamo.config.recompile_limit)
+        seen.append(torch._dynamo.config.recompile_limit)
 
     thread = threading.Thread(target=work)
     thread.start()

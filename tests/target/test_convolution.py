@@ -39,6 +39,13 @@ def test_a_half_precision_convolution_rounds_once() -> None:
     assert torch.equal(got, exact.bfloat16())
 
 
+def test_it_compiles_as_one_graph_with_its_activation() -> None:
+    inputs, weight = torch.randn(2, 6, 40), torch.randn(6, 4)
+    compiled = torch.compile(shifted_convolution, fullgraph=True, dynamic=False, backend="eager")
+    got = compiled(inputs, weight, activation="silu")
+    torch.testing.assert_close(got, shifted_convolution(inputs, weight, activation="silu"))
+
+
 def test_a_hybrid_target_reads_the_same_with_it() -> None:
     target, documents = tiny_target("qwen3_5"), documents_of([40, 5, 23])
     plain = get_hidden_states_packed(target, documents, TAPS, pad_to=120).features_TFH.clone()

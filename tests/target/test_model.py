@@ -109,7 +109,7 @@ def test_out_of_memory_is_not_disguised_as_a_wrong_folder(tmp_path: Path, monkey
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     folder = save_tiny("qwen3", tmp_path)
-    monkeypatch.setattr(target_model, "AutoModelForCausalLM", Full)
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Full)
     with pytest.raises(torch.OutOfMemoryError):
         load_target(TargetConfig(target=str(folder)), CPU)
 

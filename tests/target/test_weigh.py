@@ -1,10 +1,37 @@
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+from typing import Any
+
 import pytest
 from transformers import Qwen3MoeConfig
 
+from draftsmith.errors import TargetError
+from draftsmith.target.bundled import HUB_CONFIGS, config_names
 from draftsmith.target.model import TargetConfig
-from draftsmith.target.weigh import weigh_target
+from draftsmith.target.smollm2 import NAME
+from draftsmith.target.weigh import SIZES, lay_out, size_values, weigh_target
+
+KNOWN: dict[str, Any] = json.loads(files("draftsmith").joinpath("assets", SIZES).read_text())
+
+
+def test_the_targets_of_the_package_are_weighed_beforehand() -> None:
+    assert set(KNOWN) == {NAME, *config_names()}
+    assert set(HUB_CONFIGS.values()) <= set(KNOWN)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_was_weighed_beforehand_is_what_the_model_weighs(name: str) -> None:
+    config = TargetConfig(target=name)
+    measured = lay_out(config)
+    assert weigh_target(config) == measured, f"{SIZES} should say of {name}: {json.dumps(size_values(measured))}"
+
+
+def test_a_missing_smollm2_is_said_though_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(TargetError, match="the target 'smollm2' isn't installed"):
+        weigh_target(TargetConfig(target=NAME))
 
 
 def test_qwen3_8b_has_its_published_size() -> None:

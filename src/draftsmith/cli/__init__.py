@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -32,7 +33,13 @@ class Verb:
     about: str
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        module = importlib.import_module(f"draftsmith.cli.{self.module}")
+        # Modules and their contents stay: looking for garbage among them, here and at the exit, takes a second.
+        gc.disable()
+        try:
+            module = importlib.import_module(f"draftsmith.cli.{self.module}")
+        finally:
+            gc.freeze()
+            gc.enable()
         return cast(Callable[[Sequence[str]], int], vars(module)[self.function])
 
 

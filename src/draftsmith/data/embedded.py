@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from draftsmith.data.conversations import Skip
 from draftsmith.data.regenerate import Answer, Prompt, SamplingConfig
@@ -154,6 +153,8 @@ class _Batch:
     @property
     def takes_more(self) -> bool:
         """Whether rows can leave and join while others go on."""
+        from transformers.cache_utils import DynamicLayer  # the model has long imported it; a plan never does
+
         return self._cache is not None and all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def admit(self, rows: Sequence[_Row]) -> Tensor:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
 
@@ -60,6 +58,9 @@ def inverse_frequencies(config: RopeConfig, device: torch.device | str) -> tuple
     if kind == "default":
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         return 1.0 / config.theta**exponent, 1.0
+    from transformers import Qwen3Config  # seconds of imports that a plan does without
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     heads = Qwen3Config(
         hidden_size=config.head_dim,
         num_attention_heads=1,

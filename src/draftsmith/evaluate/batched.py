@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from draftsmith.drafter.model import Drafter
 from draftsmith.evaluate.decode import Decoded, DecodeLimits, VerifyStep, check_prompt, decode, now
@@ -42,6 +41,8 @@ class BatchStepper:
     """The target's side: one cache for all rows, and the mask of its slots [rows, slots]."""
 
     def __init__(self, target: Target):
+        from transformers import DynamicCache  # a model that runs has long imported it; a plan never does
+
         self._target = target
         self._cache: Any = DynamicCache(config=target.model.config)
         self._mask_RS = torch.zeros(0, 0, dtype=torch.int64, device=target.device)

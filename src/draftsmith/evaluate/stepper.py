@@ -14,8 +14,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from draftsmith.target.anatomy import first_tensor
 from draftsmith.target.capture import upload
@@ -58,6 +56,8 @@ class Stepper:
     """One conversation in the target: `run` appends tokens, `commit` keeps only the first of the last run."""
 
     def __init__(self, target: Target):
+        from transformers import DynamicCache  # a model that runs has long imported it; a plan never does
+
         self._target = target
         self._cache: Any = DynamicCache(config=target.model.config)
         self._before: Any = None
@@ -67,6 +67,8 @@ class Stepper:
 
     @property
     def is_croppable(self) -> bool:
+        from transformers.cache_utils import DynamicLayer
+
         return all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def run(self, token_ids: Sequence[int], *, last_only: bool = False) -> Tensor:

@@ -30,8 +30,9 @@ from draftsmith.target.model import Target, cut_after
 
 logger = logging.getLogger(__name__)
 
-dynamo: Any = torch._dynamo  # pyright: ignore[reportPrivateUsage]
-scaled_mm: Any = cast(Any, torch)._scaled_mm
+untyped: Any = torch
+"""For its private parts, of which it imports `_dynamo` at its first use only: that takes over a second."""
+scaled_mm: Any = untyped._scaled_mm
 
 E4M3_MAX = 448.0
 FP8_ALIGNMENT = 16
@@ -49,7 +50,7 @@ def allow_graphs(*, shapes: int, layer_kinds: int, devices: int) -> None:
     All layers of one class share one code object, and torch counts graphs per code object (8 by default).
     """
     needed = shapes * layer_kinds * devices
-    config = dynamo.config
+    config = untyped._dynamo.config
     config.recompile_limit = max(8, needed)
     config.accumulated_recompile_limit = max(256, 8 * needed)
     config.fail_on_recompile_limit_hit = True
@@ -57,7 +58,7 @@ def allow_graphs(*, shapes: int, layer_kinds: int, devices: int) -> None:
 
 def compiled_graphs() -> int:
     """Graphs compiled so far in this process: a rise after warm-up is a recompile."""
-    return int(dynamo.utils.counters["stats"]["unique_graphs"])
+    return int(untyped._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def layer_kinds(target: Target) -> int:
@@ -151,7 +152,7 @@ def warm_up(
     breaks = ""
     try:
         seconds = _time_shapes(target, last_tap, shapes)
-    except dynamo.exc.Unsupported as error:
+    except untyped._dynamo.exc.Unsupported as error:
         breaks = str(error).strip().splitlines()[0]
         logger.warning("the layers of %s don't compile whole (%s): they run in pieces", target.facts.name, breaks)
         compile_layers(target, whole_graph=False, backend=backend)

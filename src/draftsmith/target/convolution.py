@@ -12,11 +12,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from draftsmith.target.model import Target
 
-activations: Any = ACT2FN
 NAME = "causal_conv1d_fn"
 """What the families' modules call it."""
 
@@ -45,6 +43,9 @@ def shifted_convolution(
         wide = wide + bias.float()[:, None]
     output = wide.to(weight.dtype)
     if activation is not None:
+        from transformers.activations import ACT2FN  # the model has long imported it; a plan never does
+
+        activations: Any = ACT2FN
         output = activations[activation](output)
     return output.to(hidden_states.dtype)
 

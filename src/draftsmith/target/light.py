@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig
-from transformers.utils.hub import cached_file  # pyright: ignore[reportUnknownVariableType]
 
 from draftsmith.errors import TargetError
 from draftsmith.records import FrozenEnds, TargetFacts
@@ -74,6 +71,8 @@ def load_parts(config: TargetConfig, num_layers: Callable[[TargetFacts], int]) -
         UnreadableError: this source has to be loaded whole.
         TargetError: as `load_target`.
     """
+    from accelerate import init_empty_weights  # here, as transformers below: seconds that a plan does without
+
     if config.adapter:
         raise UnreadableError("an adapter may change any weight")
     source = locate(config)
@@ -106,6 +105,8 @@ def load_parts(config: TargetConfig, num_layers: Callable[[TargetFacts], int]) -
 
 def _generation_config(model: Any, source: str, revision: str | None) -> Any:
     """The one that comes with the weights, as loading them whole would take."""
+    from transformers import GenerationConfig
+
     try:
         return cast(Any, GenerationConfig).from_pretrained(source, revision=revision)
     except OSError:
@@ -129,6 +130,8 @@ class Shards:
 
     def _path(self, name: str) -> str | None:
         """Where a file lies, fetched from the hub where it must be; None where there is none."""
+        from transformers.utils.hub import cached_file  # pyright: ignore[reportUnknownVariableType]
+
         try:
             return cached_file(self._source, name, revision=self._revision)
         except OSError:

@@ -1,4 +1,8 @@
-"""The target: a frozen Hugging Face causal LM with what capture, drafter and evaluation need to know of it."""
+"""The target: a frozen Hugging Face causal LM with what capture, drafter and evaluation need to know of it.
+
+transformers is imported in the functions that use it: it takes seconds, and most commands first check their flags, or
+only plan.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
-from transformers.utils import logging as transformers_logging
 
 from draftsmith.errors import ConfigError, TargetError
 from draftsmith.records import FrozenEnds, TargetFacts
@@ -188,8 +185,10 @@ def load_config(config: TargetConfig, source: str) -> Any:
     Raises:
         TargetError: unreachable, unreadable or of an unknown architecture.
     """
+    import transformers
+
     try:
-        return cast(Any, AutoConfig).from_pretrained(source, **_hub_options(config))
+        return cast(Any, transformers.AutoConfig).from_pretrained(source, **_hub_options(config))
     except (OSError, json.JSONDecodeError) as error:
         raise TargetError(
             f"can't read the target {config.target} ({_first_line(error)}): check its name and your network, "
@@ -208,6 +207,8 @@ def load_tokenizer(config: TargetConfig, source: str, *, required: bool) -> Any:
     Raises:
         TargetError: required and missing.
     """
+    from transformers import AutoTokenizer
+
     try:
         found = cast(Any, AutoTokenizer).from_pretrained(source, **_hub_options(config))
         # Without vocabulary files transformers makes some families' tokenizers from nothing but special tokens.
@@ -227,6 +228,9 @@ def load_tokenizer(config: TargetConfig, source: str, *, required: bool) -> Any:
 
 def auto_class(hf_config: Any, name: str) -> Any:
     """The transformers class that gives a causal LM; the image-text class only where there is no text-only one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
     remote: dict[str, Any] = hf_config.to_dict().get("auto_map") or {}
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
         return AutoModelForCausalLM
@@ -258,6 +262,8 @@ def _load_weights(config: TargetConfig, source: str, hf_config: Any, device: tor
 @contextmanager
 def _bars_on_terminals_only() -> Generator[None]:
     """transformers draws its progress bar into log files too, over and over."""
+    from transformers.utils import logging as transformers_logging
+
     if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
         yield
         return

@@ -14,7 +14,6 @@ from typing import Any
 
 import safetensors.torch as safetensors_torch
 import torch
-import transformers
 
 from draftsmith.errors import TargetError
 
@@ -49,6 +48,8 @@ def model_folder(file: Path | None = None, cache: Path = CACHE) -> Path:
     Raises:
         TargetError: the package is absent, or the cache can't be written.
     """
+    import transformers  # a plan of a bundled target gets by without
+
     source = gguf_file() if file is None else file
     digest = hashlib.sha256(transformers.__version__.encode())
     with source.open("rb") as stream:
@@ -76,6 +77,8 @@ def model_folder(file: Path | None = None, cache: Path = CACHE) -> Path:
 
 def convert(source: Path, folder: Path) -> None:
     """Write the dequantised model, its config and tokenizer to `folder`."""
+    import transformers
+
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     plain = transformers.GgufConfig(dequantize=True)

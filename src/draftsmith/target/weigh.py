@@ -1,19 +1,28 @@
-"""How large a target is and what a token costs it, from its config alone: the model is laid out without memory."""
+"""How large a target is and what a token costs it, from its config alone: the model is laid out without memory.
+
+Targets that come with the package are weighed beforehand, since importing transformers takes longer than all else that
+a plan does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from typing import Any
 
 import torch
 
 from draftsmith.records import TargetFacts
+from draftsmith.target import smollm2
 from draftsmith.target.anatomy import find_anatomy
 from draftsmith.target.bundled import HUB_CONFIGS
 from draftsmith.target.facts import facts_from_config, text_values
 from draftsmith.target.model import TargetConfig, auto_class, load_config, locate
 
 EXPERTS = ".experts."
+SIZES = "sizes.json"
+"""Of the package's own targets, as `size_values` writes them; a test lays each out again and compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +47,22 @@ def weigh_target(config: TargetConfig) -> TargetSize:
         TargetError: as `load_target`.
     """
     name = HUB_CONFIGS.get(config.target, config.target)
-    asked = config if name == config.target else TargetConfig(target=name, dtype=config.dtype)
-    hf_config = load_config(asked, locate(asked))
+    if name == smollm2.NAME:
+        smollm2.gguf_file()  # without its package there is nothing to plan for
+    known = json.loads(files("draftsmith").joinpath("assets", SIZES).read_text(encoding="utf-8"))
+    if name in known:
+        size = size_from_values(known[name])
+        return replace(size, facts=replace(size.facts, name=config.target))
+    return lay_out(config)
+
+
+def lay_out(config: TargetConfig) -> TargetSize:
+    """Sizes counted on the model itself, without memory for its weights.
+
+    Raises:
+        TargetError: as `load_target`.
+    """
+    hf_config = load_config(config, locate(config))
     facts = facts_from_config(hf_config, None, name=config.target)
     with torch.device("meta"):
         model: Any = auto_class(hf_config, config.target).from_config(hf_config)
@@ -48,11 +71,25 @@ def weigh_target(config: TargetConfig) -> TargetSize:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return TargetSize(
         facts=facts,
-        source=name,
+        source=config.target,
         total=sum(parameter.numel() for parameter in model.parameters()),
         layers=tuple(_active(layer, routed) for layer in anatomy.layers),
         ends=embedding.numel() + (0 if head is embedding else head.numel()),
     )
+
+
+def size_values(size: TargetSize) -> dict[str, Any]:
+    """`size` as JSON holds it."""
+    return asdict(replace(size, facts=replace(size.facts, rope_scaling=dict(size.facts.rope_scaling))))
+
+
+def size_from_values(values: dict[str, Any]) -> TargetSize:
+    """What `size_values` wrote."""
+    facts: dict[str, Any] = dict(values["facts"])
+    for key in ("layer_types", "eos_token_ids", "reserved_token_ids"):
+        facts[key] = tuple(facts[key])
+    rest: dict[str, Any] = values | {"facts": TargetFacts(**facts), "layers": tuple(values["layers"])}
+    return TargetSize(**rest)
 
 
 def _routed_share(values: dict[str, Any]) -> float:
