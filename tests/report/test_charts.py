@@ -27,6 +27,13 @@ def test_memory_is_left_out_without_a_gpu(tmp_path: Path) -> None:
     assert [chart.key for chart in all_charts([run])] == [*ALWAYS, *RATES]
 
 
+@pytest.mark.parametrize(("gpus", "label"), [(2, "GPU-minutes"), (0, "minutes")])
+def test_time_is_counted_for_each_gpu_where_there_is_one(gpus: int, label: str, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", gpus=gpus), "a")
+    (chart,) = [chart for chart in all_charts([run]) if chart.key == "loss-time"]
+    assert chart.draw().axes[0].get_xlabel() == label
+
+
 def test_an_unmeasured_run_still_draws(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", evaluated=False), "a")
     for chart in all_charts([run]):

@@ -47,6 +47,7 @@ def _progress(runs: Sequence[Run]) -> list[Chart]:
         return draw
 
     note = "Unweighted, so that runs with other objectives compare."
+    spent = "GPU-minutes" if any(run.num_gpus for run in runs) else "minutes"
     return [
         Chart(key="loss-steps", title="Loss over steps", note=note, draw=loss(Run.steps, "step")),
         Chart(
@@ -63,7 +64,7 @@ def _progress(runs: Sequence[Run]) -> list[Chart]:
             note="What more data would buy: every doubling is one step to the right.",
             draw=lambda: _tau_over_labels(runs),
         ),
-        Chart(key="loss-time", title="Loss over time", note=note, draw=loss(Run.gpu_minutes, "GPU-minutes")),
+        Chart(key="loss-time", title="Loss over time", note=note, draw=loss(Run.gpu_minutes, spent)),
     ]
 
 

@@ -50,10 +50,14 @@ class Run:
         """Since the first line."""
         return [(float(line["time"]) - self.started) / 60 for line in lines]
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that took part; 0 on a CPU."""
+        return max((len(line.get("gpus", {})) for line in self.systems), default=0)
+
     def gpu_minutes(self) -> list[float]:
         """Minutes times GPUs (times one on a CPU), up to each train line."""
-        count = max((len(line.get("gpus", {})) for line in self.systems), default=0) or 1
-        return [count * minutes for minutes in self.minutes(self.train)]
+        return [max(1, self.num_gpus) * minutes for minutes in self.minutes(self.train)]
 
     def labels(self) -> list[float]:
         """Labels seen up to each train line."""
