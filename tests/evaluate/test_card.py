@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from draftsmith.evaluate.acceptance import EvalConfig, evaluate_prompts
-from draftsmith.evaluate.card import model_card, trained_on
+from draftsmith.evaluate.card import CACHED, model_card, trained_on
 from draftsmith.evaluate.prompts import Prompt
+from draftsmith.target.smollm2 import CACHE, NAME
 from tests.evaluate.overfit import overfit
 
 
@@ -26,3 +28,11 @@ def test_the_card_says_how_to_serve_and_what_was_measured() -> None:
     assert f"| talk | 1 | {result.groups()['talk'].tau} | yes |" in text
     assert "| code | 1 |" in text
     assert "enable_thinking=False" in text
+
+
+def test_the_bundled_target_is_served_from_its_folder() -> None:
+    """`vllm serve smollm2` would look for a hub id of that name."""
+    text = model_card(overfit("llama").drafter.config, NAME, recipe={}, data="")
+    assert "vllm serve ~/.cache/draftsmith/smollm2-* " in text
+    assert "--model-path ~/.cache/draftsmith/smollm2-* " in text
+    assert str(CACHE) == str(Path(CACHED).expanduser())

@@ -8,6 +8,10 @@ from typing import Any
 
 from draftsmith.drafter.model import DrafterConfig
 from draftsmith.evaluate.statistics import Interval
+from draftsmith.target.smollm2 import NAME
+
+CACHED = "~/.cache/draftsmith"
+"""Where the bundled target lies, as a shell reads it."""
 
 
 def model_card(
@@ -91,7 +95,10 @@ def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
 
 
 def _serving(config: DrafterConfig, target: str, name: str) -> list[str]:
-    drafts = config.block_size - 1
+    drafts, note = config.block_size - 1, ""
+    if target == NAME:
+        target = f"{CACHED}/{NAME}-*"
+        note = f" The bundled target is the folder {target}, which draftsmith converted; engines don't know its name."
     speculative = json.dumps({"method": "dflash", "model": name, "num_speculative_tokens": drafts})
     return [
         "```bash",
@@ -99,5 +106,5 @@ def _serving(config: DrafterConfig, target: str, name: str) -> list[str]:
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\",
         f"  --speculative-draft-model-path {name} --speculative-num-draft-tokens {config.block_size}",
         "```",
-        f"vLLM counts the {drafts} drafted tokens, SGLang the whole block of {config.block_size}.",
+        f"vLLM counts the {drafts} drafted tokens, SGLang the whole block of {config.block_size}.{note}",
     ]
