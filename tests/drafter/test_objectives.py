@@ -56,38 +56,38 @@ def test_only_cross_entropy_does_without_the_target() -> None:
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_decay_weights_by_hand(block_size: int, gamma: float) -> None:
-    supervised = torch.ones(1, block_size, dtype=torch.bool)
-    supervised[0, 0] = False
+    supervised = torch.ones(1, block_size - 1, dtype=torch.bool)
     config = LossConfig(weights="decay")
-    weights, total = place_weights(config, resolve_gamma(config, block_size), supervised, torch.zeros(1, block_size))
-    by_hand = [0.0, *(math.exp(-(k - 1) / gamma) for k in range(1, block_size))]
+    gamma_used = resolve_gamma(config, block_size)
+    weights, total = place_weights(config, gamma_used, supervised, torch.zeros(1, block_size - 1))
+    by_hand = [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
     assert weights[0].tolist() == pytest.approx(by_hand)
-    assert weights[0, 1] == 1.0
+    assert weights[0, 0] == 1.0
     assert float(total) == pytest.approx(sum(by_hand))
 
 
 def test_decay_weights_of_a_block_of_eight_as_numbers() -> None:
-    supervised = torch.tensor([[False, True, True, True, True, False, False, False]])
-    weights, total = place_weights(LossConfig(weights="decay"), 4.0, supervised, torch.zeros(1, 8))
-    assert weights[0].tolist() == pytest.approx([0, 1, 0.778801, 0.606531, 0.472367, 0, 0, 0], abs=1e-6)
+    supervised = torch.tensor([[True, True, True, True, False, False, False]])
+    weights, total = place_weights(LossConfig(weights="decay"), 4.0, supervised, torch.zeros(1, 7))
+    assert weights[0].tolist() == pytest.approx([1, 0.778801, 0.606531, 0.472367, 0, 0, 0], abs=1e-6)
     assert float(total) == pytest.approx(2.857698, abs=1e-6)
 
 
 def test_dpace_weights_by_hand() -> None:
-    """q = .5, .2, .8 at places 1..3 of 4, alpha .5: s = .75, .6, .9; P = .75, .45, .405; w_k = the sum from k on."""
-    supervised = torch.tensor([[False, True, True, True], [False, True, True, False], [False] * 4])
-    q = torch.tensor([[0.1, 0.5, 0.2, 0.8], [0.1, 0.5, 0.2, 0.8], [0.1, 0.5, 0.2, 0.8]])
+    """q = .5, .2, .8 at places 1..3, alpha .5: s = .75, .6, .9; P = .75, .45, .405; w_k = the sum from k on."""
+    supervised = torch.tensor([[True, True, True], [True, True, False], [False] * 3])
+    q = torch.tensor([[0.5, 0.2, 0.8]] * 3)
     weights, total = place_weights(LossConfig(weights="dpace"), 4.0, supervised, -q.log())
-    assert weights[0].tolist() == pytest.approx([0, 1.605, 0.855, 0.405])
-    assert weights[1].tolist() == pytest.approx([0, 1.2, 0.45, 0])
-    assert weights[2].tolist() == [0, 0, 0, 0]
+    assert weights[0].tolist() == pytest.approx([1.605, 0.855, 0.405])
+    assert weights[1].tolist() == pytest.approx([1.2, 0.45, 0])
+    assert weights[2].tolist() == [0, 0, 0]
     assert float(total) == 5.0, "normalised by the number of labels, not by the weights"
 
 
 def test_dpace_with_alpha_one_counts_the_labels_from_a_place_on() -> None:
-    supervised = torch.tensor([[False, True, True, True]])
-    weights, _ = place_weights(LossConfig(dpace_alpha=1.0), 4.0, supervised, torch.full((1, 4), 3.0))
-    assert weights[0].tolist() == [0, 3, 2, 1]
+    supervised = torch.tensor([[True, True, True]])
+    weights, _ = place_weights(LossConfig(dpace_alpha=1.0), 4.0, supervised, torch.full((1, 3), 3.0))
+    assert weights[0].tolist() == [3, 2, 1]
 
 
 def test_dpace_weights_carry_no_gradient() -> None:
@@ -97,7 +97,7 @@ def test_dpace_weights_carry_no_gradient() -> None:
 
 
 def test_a_hopeless_place_never_turns_weights_into_nan() -> None:
-    supervised = torch.tensor([[False, True, True]])
+    supervised = torch.tensor([[True, True, False]])
     for ce in (0.0, 1e4, float("inf")):
         weights, _ = place_weights(LossConfig(dpace_alpha=0.0), 4.0, supervised, torch.full((1, 3), ce))
         assert bool(torch.isfinite(weights).all())

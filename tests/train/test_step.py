@@ -230,11 +230,11 @@ def test_the_teacher_of_place_k_is_the_state_of_the_token_before_it() -> None:
     anchors = select_anchors(batch.loss_mask_T, layout.document_ids_T, uniforms(batch), state.config.num_anchors)
 
     def loss_when_reading(offset: int) -> float:
-        index_QH = (anchors.index_A[:, None] + torch.arange(8) + offset).clamp(0, batch.shape.num_tokens - 1).view(-1)
+        index_GH = (anchors.index_A[:, None] + torch.arange(1, 8) + offset).clamp(0, batch.shape.num_tokens - 1).view(-1)
 
         def forward(*_: Any) -> Tensor:
             touched = sum((leaf.sum() * 0 for leaf in state.parameters.leaves), torch.zeros(()))
-            return last_hidden_TH[index_QH] + touched
+            return last_hidden_TH[index_GH] + touched
 
         return float(one_draw(replace(state, forward=forward), batch).sums[0])
 
@@ -381,9 +381,9 @@ def test_C17_the_drafter_is_fed_the_true_token_and_masks_never_its_own_guesses()
 
         def watched(block_QH: Tensor, features_TFH: Tensor, *rest: Any, plain: Any = plain) -> Tensor:
             read.append((block_QH.clone(), features_TFH.clone()))
-            hidden_QH = plain(block_QH, features_TFH, *rest)
-            guesses.append((hidden_QH @ head_VH.T).argmax(-1))
-            return hidden_QH
+            hidden_GH = plain(block_QH, features_TFH, *rest)
+            guesses.append((hidden_GH @ head_VH.T).argmax(-1))
+            return hidden_GH
 
         one_draw(replace(state, forward=watched), batch)
     assert len(read) == 2, "one forward a draw: nothing could be fed back"

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.drafter.objectives import LossConfig, place_weights, row_gradient, row_loss
 from draftsmith.drafter.recompute import recomputed
@@ -32,9 +33,9 @@ class LossSpec:
     block_size: int
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows a chunk: whole blocks, at least one."""
-        return max(1, self.config.chunk_rows // self.block_size) * self.block_size
+    def chunk_blocks(self) -> int:
+        """Blocks a chunk: as many as `chunk_rows` holds whole, at least one; B - 1 rows of each are guessed."""
+        return max(1, self.config.chunk_rows // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class LossSums:
         return self.vector[1]
 
 
-def head_logits(hidden: Tensor, ends: FrozenEnds, product: Product = torch.nn.functional.linear) -> Tensor:
+def head_logits(hidden: Tensor, ends: FrozenEnds, product: Product = F.linear) -> Tensor:
     """The target's own head on hidden states [rows, H]: fp32 [rows, V], its bias, scale and soft cap included."""
     logits = product(hidden, ends.head_VH, ends.head_bias_V).to(torch.float32)
     if ends.logit_scale != 1.0:
@@ -70,18 +71,17 @@ def head_logits(hidden: Tensor, ends: FrozenEnds, product: Product = torch.nn.fu
     return logits
 
 
-def _sums(spec: LossSpec, loss: Tensor, ce: Tensor, right: Tensor, supervised_AB: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_sums(spec: LossSpec, loss: Tensor, ce: Tensor, right: Tensor, guessed_AG: Tensor) -> tuple[Tensor, Tensor]:
     """The sums vector of a chunk, and its row weights [rows]."""
-    by_block = (-1, spec.block_size)
-    weights_AB, denominator = place_weights(spec.config, spec.gamma, supervised_AB, ce.view(by_block))
-    weights = weights_AB.reshape(-1)
-    right_AB = right.view(by_block) & supervised_AB
-    is_first = torch.arange(spec.block_size, device=ce.device) == 0
-    survived_AB = (right_AB | is_first).to(torch.int32).cumprod(1).bool() & supervised_AB
-    counts = supervised_AB.to(torch.float32)
+    by_block = (-1, spec.block_size - 1)
+    weights_AG, denominator = place_weights(spec.config, spec.gamma, guessed_AG, ce.view(by_block))
+    weights = weights_AG.reshape(-1)
+    right_AG = right.view(by_block) & guessed_AG
+    survived_AG = right_AG.to(torch.int32).cumprod(1).bool()
+    counts = guessed_AG.to(torch.float32)
     head = torch.stack([(loss * weights).sum(), denominator, (ce * counts.reshape(-1)).sum(), counts.sum()])
-    places = [counts.sum(0), right_AB.to(torch.float32).sum(0), survived_AB.to(torch.float32).sum(0)]
-    return torch.cat([head, *places]), weights
+    places = torch.stack([counts.sum(0), right_AG.to(torch.float32).sum(0), survived_AG.to(torch.float32).sum(0)])
+    return torch.cat([head, F.pad(places, (1, 0)).reshape(-1)]), weights  # place 0 counts nothing
 
 
 def fused_chunk(
@@ -89,7 +89,7 @@ def fused_chunk(
     ends: FrozenEnds,
     hidden: Tensor,
     labels: Tensor,
-    supervised_AB: Tensor,
+    guessed_AG: Tensor,
     teacher_hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Sums of one chunk and d(numerator)/d(hidden) [rows, H], without autograd."""
@@ -97,7 +97,7 @@ def fused_chunk(
     logits = head_logits(hidden, ends)
     teacher = head_logits(teacher_hidden, ends) if teacher_hidden is not None else None
     loss, ce = row_loss(kind, logits, labels, teacher)
-    vector, weights = _sums(spec, loss, ce, logits.argmax(-1) == labels, supervised_AB)
+    vector, weights = chunk_sums(spec, loss, ce, logits.argmax(-1) == labels, guessed_AG)
     gradient = row_gradient(kind, logits, labels, teacher) * weights[:, None]
     if ends.soft_cap is not None:
         gradient = gradient * (1.0 - (logits / ends.soft_cap).square())
@@ -113,26 +113,26 @@ class _FusedLoss(torch.autograd.Function):
     """Sums in forward together with the gradient of the numerator, which backward only scales."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_QH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        gradient_QH = torch.empty_like(hidden_QH)
-        vector = run(hidden_QH.detach(), gradient_QH)  # a chunk with a history would warn when it is compiled
-        ctx.save_for_backward(gradient_QH)
+    def forward(ctx: Any, hidden_GH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        gradient_GH = torch.empty_like(hidden_GH)
+        vector = run(hidden_GH.detach(), gradient_GH)  # a chunk with a history would warn when it is compiled
+        ctx.save_for_backward(gradient_GH)
         return vector
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient_QH,) = ctx.saved_tensors
+        (gradient_GH,) = ctx.saved_tensors
         # Only the numerator (place 0) is ever differentiated; the other sums are statistics.
-        return gradient_QH * gradients[0][0].to(gradient_QH.dtype), None
+        return gradient_GH * gradients[0][0].to(gradient_GH.dtype), None
 
 
 def chunked_loss(
     spec: LossSpec,
     ends: FrozenEnds,
-    hidden_QH: Tensor,
-    labels_Q: Tensor,
-    supervised_AB: Tensor,
-    teacher_QH: Tensor | None,
+    hidden_GH: Tensor,
+    labels_G: Tensor,
+    guessed_AG: Tensor,
+    teacher_GH: Tensor | None,
     chunk: ChunkFunction = fused_chunk,
 ) -> LossSums:
     """Loss sums of all blocks.
@@ -140,21 +140,22 @@ def chunked_loss(
     Args:
         spec: the resolved objective.
         ends: the target's head.
-        hidden_QH: the drafter's output; gradients flow into it from `numerator` alone.
-        labels_Q: token at each place.
-        supervised_AB: which places count.
-        teacher_QH: the target's last hidden state at a + k - 1, for distilled kinds.
+        hidden_GH: the drafter's output at places 1 to B - 1; gradients flow into it from `numerator` alone.
+        labels_G: token at each of these places.
+        guessed_AG: which of them count [A, B - 1].
+        teacher_GH: the target's last hidden state at a + k - 1, for distilled kinds.
         chunk: `fused_chunk`, compiled or not.
 
     Returns:
         Sums over all places, on the device.
     """
-    step = spec.chunk_rows
-    bounds = [(low, min(low + step, hidden_QH.shape[0])) for low in range(0, hidden_QH.shape[0], step)]
+    wide, num_blocks = spec.block_size - 1, guessed_AG.shape[0]
+    starts = range(0, num_blocks, spec.chunk_blocks)
+    bounds = [(low * wide, min(low + spec.chunk_blocks, num_blocks) * wide) for low in starts]
 
     def piece(low: int, high: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        blocks = supervised_AB[low // spec.block_size : high // spec.block_size]
-        return labels_Q[low:high], blocks, None if teacher_QH is None else teacher_QH[low:high]
+        blocks = guessed_AG[low // wide : high // wide]
+        return labels_G[low:high], blocks, None if teacher_GH is None else teacher_GH[low:high]
 
     def run(hidden: Tensor, gradient: Tensor) -> Tensor:
         vector = torch.zeros(LossSums.num_sums(spec.block_size), dtype=torch.float32, device=hidden.device)
@@ -165,19 +166,19 @@ def chunked_loss(
         return vector
 
     if spec.config.loss_method == "fused":
-        return LossSums(_apply_fused(hidden_QH, run))
+        return LossSums(_apply_fused(hidden_GH, run))
 
     def plain(hidden: Tensor, labels: Tensor, blocks: Tensor, teacher_hidden: Tensor | None) -> Tensor:
         logits = head_logits(hidden, ends)
         teacher = head_logits(teacher_hidden, ends) if teacher_hidden is not None else None
         loss, ce = row_loss(spec.config.loss, logits, labels, teacher)
-        return _sums(spec, loss, ce, logits.argmax(-1) == labels, blocks)[0]
+        return chunk_sums(spec, loss, ce, logits.argmax(-1) == labels, blocks)[0]
 
-    vector = torch.zeros(LossSums.num_sums(spec.block_size), dtype=torch.float32, device=hidden_QH.device)
+    vector = torch.zeros(LossSums.num_sums(spec.block_size), dtype=torch.float32, device=hidden_GH.device)
     for low, high in bounds:
-        vector = vector + recomputed(plain, hidden_QH[low:high], *piece(low, high))
+        vector = vector + recomputed(plain, hidden_GH[low:high], *piece(low, high))
     return LossSums(vector)
 
 
-def _apply_fused(hidden_QH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return cast(Tensor, _FusedLoss.apply(hidden_QH, run))
+def _apply_fused(hidden_GH: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return cast(Tensor, _FusedLoss.apply(hidden_GH, run))

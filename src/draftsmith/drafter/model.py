@@ -1,7 +1,11 @@
 """The DFlash drafter: architecture only (arXiv 2602.06036).
 
     features [T, F*H] -> fc -> hidden_norm -> context [T, H]
-    block embeddings [Q, H] -> layers (queries: block; keys, values: context, then block) -> norm -> [Q, H]
+    block embeddings [Q, H] -> layers (queries: block; keys, values: context, then block) -> norm -> [Q, H] or [G, H]
+
+In training a block is its anchor's token, which is known, and B - 1 times the mask token. So the first layer projects
+A + 1 different rows instead of Q = A B, and past the last layer's attention only the G = A (B - 1) guessing rows go on:
+3.6% fewer operations at the reference shape for the same numbers.
 
 Embedding and head are the target's, frozen, and live outside. Keys and values of one layer share a weight, as do gate
 and up of the MLP: one matrix product instead of two; `export.py` splits them.
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from draftsmith.drafter.linear import Linear
 from draftsmith.drafter.recompute import recomputed
 from draftsmith.drafter.rope import RopeConfig, RopeTable, rotate
 from draftsmith.errors import ConfigError
@@ -119,6 +124,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.view(num_kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, num_heads * head_dim)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortcut:
+    """What a layer may leave out, as block sizes; 0 where it may not.
+
+    `alike`: places 1 to B - 1 of all blocks hold one row, so it is projected once. `guessing`: only they go on.
+    """
+
+    alike: int = 0
+    guessing: int = 0
+
+
+NO_SHORTCUT = Shortcut()
+
+
+def distinct(rows: Tensor, block_size: int) -> Tensor:
+    """The different rows of blocks [Q, H] whose places from 1 on are alike: the A first ones, then the other [A+1, H]."""
+    return torch.cat([rows[::block_size], rows[1:2]])
+
+
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """The inverse of `distinct`: [A + 1, ...] to [Q, ...]. Its gradient is a sum, in a fixed order."""
+    first, other = rows[:-1, None], rows[-1:, None]
+    num_blocks = first.shape[0]
+    return torch.cat([first, other.expand(num_blocks, block_size - 1, *rows.shape[1:])], dim=1).flatten(0, 1)
+
+
+def guesses(rows: Tensor, block_size: int) -> Tensor:
+    """The rows [Q, ...] of blocks without each block's first, the anchor: [A (B - 1), ...]."""
+    return rows.view(-1, block_size, *rows.shape[1:])[:, 1:].flatten(0, 1)
+
+
+def _joined(context: Tensor, block: Tensor) -> Tensor:
+    """Context rows, then block rows [keys, kv_heads, head_dim], each head's rows side by side in memory."""
+    return torch.cat([context.transpose(0, 1), block.transpose(0, 1)], dim=1).transpose(0, 1)
+
+
 class Attention(nn.Module):
     """Queries from the block, keys and values from context and block, per-head norms on queries and keys."""
 
@@ -126,33 +167,42 @@ class Attention(nn.Module):
         super().__init__()
         H, width = config.hidden_size, config.head_dim
         self.head_dim = width
-        self.q_proj = nn.Linear(H, config.num_heads * width, bias=False)
-        self.kv_proj = nn.Linear(H, 2 * config.num_kv_heads * width, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * width, H, bias=False)
+        self.q_proj = Linear(H, config.num_heads * width)
+        self.kv_proj = Linear(H, 2 * config.num_kv_heads * width)
+        self.o_proj = Linear(config.num_heads * width, H)
         self.q_norm = RMSNorm(width, config.rms_norm_eps)
         self.k_norm = RMSNorm(width, config.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rope: RopeTable) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, rope: RopeTable, alike: int = 0) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [tokens, kv_heads, head_dim] of context or block rows."""
         k, v = self.kv_proj(x).view(x.shape[0], 2, -1, self.head_dim).unbind(1)
-        return rotate(self.k_norm(k), rope), v
+        k = self.k_norm(k)
+        if alike:
+            k, v = spread(k, alike), spread(v, alike)
+        return rotate(k, rope), v
 
-    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rope: RopeTable, mask: Mask) -> Tensor:
-        q = rotate(self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim)), rope)
-        k, v = self.keys_values(x, rope)
-        return self.o_proj(attend(q, torch.cat([context_kv[0], k]), torch.cat([context_kv[1], v]), mask))
+    def forward(
+        self, x: Tensor, context_kv: tuple[Tensor, Tensor], rope: RopeTable, mask: Mask, alike: int = 0
+    ) -> Tensor:
+        """What each row gathered [rows, heads * head_dim], before `o_proj`; `x` holds distinct rows where `alike`."""
+        q = self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.head_dim))
+        if alike:
+            q = spread(q, alike)
+        q = rotate(q, rope)
+        k, v = self.keys_values(x, rope, alike)
+        return attend(q, _joined(context_kv[0], k), _joined(context_kv[1], v), mask)
 
 
 class MLP(nn.Module):
-    """SwiGLU with gate and up in one product."""
+    """SwiGLU with gate and up in one weight."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj.halves(x)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -166,8 +216,21 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rope: RopeTable, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context_kv, rope, mask)
+    def forward(
+        self,
+        x: Tensor,
+        context_kv: tuple[Tensor, Tensor],
+        rope: RopeTable,
+        mask: Mask,
+        shortcut: Shortcut = NO_SHORTCUT,
+    ) -> Tensor:
+        """Rows [Q, H] to [Q, H], or to the guessing ones [G, H]."""
+        alike, guessing = shortcut.alike, shortcut.guessing
+        normed = self.input_layernorm(distinct(x, alike) if alike else x)
+        gathered = self.self_attn(normed, context_kv, rope, mask, alike)
+        if guessing:
+            x, gathered = guesses(x, guessing), guesses(gathered, guessing)
+        x = x + self.self_attn.o_proj(gathered)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -178,7 +241,7 @@ class Drafter(nn.Module):
         super().__init__()
         H = config.hidden_size
         self.config = config
-        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.fc = Linear(len(config.taps) * H, H)
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in config.layer_types)
         self.norm = RMSNorm(H, config.rms_norm_eps)
@@ -195,6 +258,7 @@ class Drafter(nn.Module):
         rope_block: RopeTable,
         masks: dict[str, Mask],
         checkpoint_layers: bool = False,
+        masked_blocks: bool = False,
     ) -> Tensor:
         """Hidden states [Q, H] for the target's head.
 
@@ -204,21 +268,29 @@ class Drafter(nn.Module):
             rope_context, rope_block: tables at absolute positions within each document.
             masks: per layer type, who sees whom.
             checkpoint_layers: recompute each layer in backward instead of keeping its activations.
+            masked_blocks: places 1 to B - 1 of every block hold the mask token's row, and only they are returned [G, H].
         """
         context_TH = self.context(features_TFH)
-        x = block_QH
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            inputs = (layer, x, context_TH, rope_context, rope_block, masks[kind])
+        x, size = block_QH, self.config.block_size if masked_blocks else 0
+        for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=True), 1):
+            shortcut = Shortcut(alike=size * (number == 1), guessing=size * (number == self.config.num_layers))
+            inputs = (layer, x, context_TH, rope_context, rope_block, masks[kind], shortcut)
             x = recomputed(run_layer, *inputs) if checkpoint_layers else run_layer(*inputs)
         return self.norm(x)
 
 
 def run_layer(
-    layer: nn.Module, x: Tensor, context_TH: Tensor, rope_context: RopeTable, rope_block: RopeTable, mask: Mask
+    layer: nn.Module,
+    x: Tensor,
+    context_TH: Tensor,
+    rope_context: RopeTable,
+    rope_block: RopeTable,
+    mask: Mask,
+    shortcut: Shortcut,
 ) -> Tensor:
     """One layer with the context's keys and values made on the spot."""
     assert isinstance(layer, Layer)
-    return layer(x, layer.self_attn.keys_values(context_TH, rope_context), rope_block, mask)
+    return layer(x, layer.self_attn.keys_values(context_TH, rope_context), rope_block, mask, shortcut)
 
 
 def init_weights(drafter: Drafter, seed: int) -> None:

@@ -72,18 +72,18 @@ def resolve_gamma(config: LossConfig, block_size: int) -> float:
     return max(0.5, g0 + (block_size - b0) * (g1 - g0) / (b1 - b0))
 
 
-def place_weights(config: LossConfig, gamma: float, supervised_AB: Tensor, ce_AB: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of each place [A, B] fp32, and the sum that the step divides by (0-D), both without gradient."""
-    counts_AB = supervised_AB.to(torch.float32)
+def place_weights(config: LossConfig, gamma: float, guessed_AG: Tensor, ce_AG: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of each guessed place 1 to B - 1 [A, B - 1] fp32, and what the step divides by (0-D); no gradient."""
+    counts_AG = guessed_AG.to(torch.float32)
     if config.weights == "decay":
-        place_B = torch.arange(supervised_AB.shape[1], device=supervised_AB.device, dtype=torch.float32)
-        weights_AB = counts_AB * torch.exp(-(place_B - 1.0) / gamma)
-        return weights_AB, weights_AB.sum()
-    confidence_AB = torch.exp(-ce_AB.detach().to(torch.float32))
-    smoothed_AB = torch.where(supervised_AB, (1 - config.dpace_alpha) * confidence_AB + config.dpace_alpha, 1.0)
-    survival_AB = smoothed_AB.cumprod(1) * counts_AB
-    weights_AB = survival_AB.flip(1).cumsum(1).flip(1) * counts_AB
-    return weights_AB, counts_AB.sum()
+        place_G = torch.arange(1, guessed_AG.shape[1] + 1, device=guessed_AG.device, dtype=torch.float32)
+        weights_AG = counts_AG * torch.exp(-(place_G - 1.0) / gamma)
+        return weights_AG, weights_AG.sum()
+    confidence_AG = torch.exp(-ce_AG.detach().to(torch.float32))
+    smoothed_AG = torch.where(guessed_AG, (1 - config.dpace_alpha) * confidence_AG + config.dpace_alpha, 1.0)
+    survival_AG = smoothed_AG.cumprod(1) * counts_AG
+    weights_AG = survival_AG.flip(1).cumsum(1).flip(1) * counts_AG
+    return weights_AG, counts_AG.sum()
 
 
 def row_loss(kind: LossKind, logits: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:

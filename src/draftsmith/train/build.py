@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.drafter.loss import LossSpec, LossSums, fused_chunk
+from draftsmith.drafter.loss import ChunkFunction, LossSpec, LossSums, fused_chunk
 from draftsmith.drafter.mask import TILE
 from draftsmith.drafter.model import Drafter
 from draftsmith.drafter.rope import inverse_frequencies
@@ -56,17 +56,29 @@ def build_state(drafter: Drafter, ends: FrozenEnds, spec: StateSpec, device: tor
     parameters = FlatParameters.install(drafter, spec.dtype, device)
     inv_freq, factor = inverse_frequencies(drafter.config.rope, device)
     forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True) if spec.compiled else drafter.forward
-    chunk = torch.compile(fused_chunk, dynamic=False, fullgraph=True) if spec.compiled else fused_chunk
+    chunk = chunk_function(spec.loss, ends, device)
+    if spec.compiled:
+        chunk = torch.compile(chunk, dynamic=False, fullgraph=True)
     return TrainState(
         config=spec.step,
         drafter=drafter,
         ends=ends,
         loss=spec.loss,
         parameters=parameters,
-        optimizer=Optimizer.build(spec.optim, parameters, spec.total_steps),
+        optimizer=Optimizer.build(spec.optim, parameters, spec.total_steps, spec.compiled),
         inv_freq=inv_freq,
         rope_factor=factor,
         sums=torch.zeros(LossSums.num_sums(drafter.config.block_size), dtype=torch.float32, device=device),
         forward=forward,
         chunk=chunk,
     )
+
+
+def chunk_function(loss: LossSpec, ends: FrozenEnds, device: torch.device) -> ChunkFunction:
+    """How a chunk of logits becomes sums and a gradient: by kernels of our own where they apply, else `fused_chunk`."""
+    plain_head = ends.logit_scale == 1.0 and ends.soft_cap is None
+    if device.type == "cuda" and loss.config.loss == "ce" and plain_head:
+        from draftsmith.drafter.cross_entropy import text_chunk  # Triton, which a CPU build of torch comes without
+
+        return text_chunk
+    return fused_chunk

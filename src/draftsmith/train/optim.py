@@ -1,12 +1,15 @@
 """AdamW on flat fp32 masters with everything that changes from step to step on the device.
 
 The library's fused AdamW divides gradients by `grad_scale` and skips on `found_inf` inside its own pass, so dividing by
-the global denominator, clipping, and skipping a non-finite step cost nothing extra.
+the global denominator, clipping, and skipping a non-finite step cost nothing extra. Where the step is compiled,
+`adamw_pass` does the same arithmetic and also publishes the shadow and zeroes the gradients: one pass over memory
+instead of three (13.8 ms instead of 21.5 on an H200 at 1.73B parameters; docs/log.md).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -57,6 +60,48 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdamwPass:
+    """One slice of the flat buffers [n] and what steers its update: 0-D fp32 tensors on the device, and constants."""
+
+    master: Tensor
+    shadow: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    """Updates made, this one included."""
+    lr: Tensor
+    grad_scale: Tensor
+    found_inf: Tensor
+
+
+def adamw_pass(at: AdamwPass, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
+    """AdamW (arXiv 1711.05101) in place: master, moments and shadow move unless `found_inf`, gradients become 0."""
+    beta1, beta2 = betas
+    skipped = at.found_inf > 0
+    gradient = at.gradient / at.grad_scale
+    mean = at.exp_avg + (gradient - at.exp_avg) * (1.0 - beta1)
+    square = at.exp_avg_sq * beta2 + gradient * gradient * (1.0 - beta2)
+    root = square.sqrt() / (1.0 - beta2**at.step).sqrt() + eps
+    moved = at.master * (1.0 - at.lr * weight_decay) - at.lr / (1.0 - beta1**at.step) * (mean / root)
+    master = torch.where(skipped, at.master, moved)
+    at.exp_avg.copy_(torch.where(skipped, at.exp_avg, mean))
+    at.exp_avg_sq.copy_(torch.where(skipped, at.exp_avg_sq, square))
+    at.master.copy_(master)
+    if at.shadow is not at.master:
+        at.shadow.copy_(master)
+    at.gradient.zero_()
+
+
+AdamwFunction = Callable[[AdamwPass, tuple[float, float], float, float], None]
+
+
+def compiled_pass() -> AdamwFunction:
+    """`adamw_pass` compiled without trying kernel sizes out, for which the compiler would copy every buffer."""
+    return torch.compile(adamw_pass, dynamic=False, fullgraph=True, options={"triton.autotune_pointwise": False})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """Fused AdamW over the flat masters and the device tensors that steer it, all allocated once.
 
@@ -75,9 +120,13 @@ class Optimizer:
     grad_norm: Tensor
     grad_scale: Tensor
     found_inf: Tensor
+    in_one_pass: AdamwFunction | None
+    """`adamw_pass`, compiled; None runs the library's."""
 
     @classmethod
-    def build(cls, config: OptimConfig, parameters: FlatParameters, total_steps: int) -> Optimizer:
+    def build(
+        cls, config: OptimConfig, parameters: FlatParameters, total_steps: int, compiled: bool = False
+    ) -> Optimizer:
         """Moments at full precision beside the masters; gradients are views of the flat gradient buffer."""
         device = parameters.master_N.device
         cut = parameters.num_matrix
@@ -116,6 +165,7 @@ class Optimizer:
             grad_norm=scalar(),
             grad_scale=torch.ones((), device=device),
             found_inf=scalar(),
+            in_one_pass=compiled_pass() if compiled else None,
         )
         adamw.grad_scale = optimizer.grad_scale  # pyright: ignore[reportAttributeAccessIssue]
         adamw.found_inf = optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -139,9 +189,33 @@ class Optimizer:
         self.empty.add_((~has_labels).to(torch.int64))
         excess = torch.where(is_finite, (norm / self.config.clip).clamp(min=1.0), 1.0)
         self.grad_scale.copy_(divisor * excess)
-        self.adamw.step()
-        parameters.publish()
-        parameters.grad_N.zero_()
+        if self.in_one_pass is None:
+            self.adamw.step()
+            parameters.publish()
+            parameters.grad_N.zero_()
+        else:
+            self._in_one_pass(self.in_one_pass, parameters)
+
+    def _in_one_pass(self, function: AdamwFunction, parameters: FlatParameters) -> None:
+        offset = 0
+        for master, group in zip(self.masters, self.adamw.param_groups, strict=True):
+            state, count = self.adamw.state[master], master.numel()
+            state["step"].add_(1.0 - self.found_inf)
+            piece = slice(offset, offset + count)
+            values = parameters.master_N[piece]
+            at = AdamwPass(
+                master=values,
+                shadow=values if parameters.shadow_N is parameters.master_N else parameters.shadow_N[piece],
+                gradient=parameters.grad_N[piece],
+                exp_avg=state["exp_avg"],
+                exp_avg_sq=state["exp_avg_sq"],
+                step=state["step"],
+                lr=self.lr,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+            function(at, (self.config.beta1, self.config.beta2), group["weight_decay"], group["eps"])
+            offset += count
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""

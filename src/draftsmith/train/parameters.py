@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafter.linear import Linear
+
 ALIGNMENT = 64
 """Elements; every parameter starts on a boundary that vector loads and matrix units like."""
 
@@ -42,6 +44,8 @@ class FlatParameters:
     shadow_N: Tensor
     leaves: tuple[nn.Parameter, ...]
     """The module's parameters in the order of `slices`."""
+    summed: frozenset[str]
+    """Weights whose gradient the product of backward itself adds to `grad_N` (drafter/linear.py)."""
 
     @classmethod
     def install(cls, module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> FlatParameters:
@@ -62,19 +66,32 @@ class FlatParameters:
         for piece, (_, parameter) in zip(slices, named, strict=True):
             parameter.data = piece.view(shadow_N)
             leaves.append(parameter)
-        return cls(
+        flat = cls(
             slices=tuple(slices),
             num_matrix=num_matrix,
             master_N=master_N,
             grad_N=torch.zeros_like(master_N),
             shadow_N=shadow_N,
             leaves=tuple(leaves),
+            summed=frozenset(f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear)),
         )
+        views = flat.named(flat.grad_N)
+        for name, part in module.named_modules():
+            if isinstance(part, Linear):
+                part.main_grad = views[f"{name}.weight"]
+        return flat
 
-    def add_gradients(self, gradients: tuple[Tensor, ...]) -> None:
-        """Accumulate one draw's gradients (order of `leaves`, compute dtype) in fp32."""
+    def add_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Accumulate one draw's gradients (order of `leaves`, compute dtype) in fp32; None where backward did it.
+
+        Raises:
+            RuntimeError: a parameter has no gradient that nothing has added: it isn't part of the forward.
+        """
         for piece, gradient in zip(self.slices, gradients, strict=True):
-            piece.view(self.grad_N).add_(gradient)
+            if gradient is not None:
+                piece.view(self.grad_N).add_(gradient)
+            elif piece.name not in self.summed:
+                raise RuntimeError(f"{piece.name} got no gradient: the forward doesn't use it")
 
     def publish(self) -> None:
         """Write the shadow that computes from the masters (a no-op where they are one)."""

@@ -20,7 +20,7 @@ from draftsmith.drafter.anchors import Anchors, make_blocks, select_anchors
 from draftsmith.drafter.layout import DocumentLayout, document_layout
 from draftsmith.drafter.loss import ChunkFunction, LossSpec, chunked_loss, fused_chunk
 from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense_mask
-from draftsmith.drafter.model import Drafter, Mask
+from draftsmith.drafter.model import Drafter, Mask, guesses
 from draftsmith.drafter.rope import RopeTable, rope_table
 from draftsmith.errors import ConfigError
 from draftsmith.records import FeatureBatch, FrozenEnds
@@ -28,7 +28,7 @@ from draftsmith.train.noise import noisy
 from draftsmith.train.optim import Optimizer
 from draftsmith.train.parameters import FlatParameters
 
-Forward = Callable[[Tensor, Tensor, RopeTable, RopeTable, dict[str, Mask], bool], Tensor]
+Forward = Callable[[Tensor, Tensor, RopeTable, RopeTable, dict[str, Mask], bool, bool], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +76,23 @@ def accumulate(state: TrainState, batch: FeatureBatch, uniforms_T: Tensor) -> No
     )
     block_QH = (F.embedding(blocks.input_ids_Q, ends.embedding_VH) * ends.embedding_scale).to(dtype)
     features_TFH = noisy(batch.features_TFH.to(dtype), uniforms_T, config.feature_noise)
-    hidden_QH = state.forward(
+    hidden_GH = state.forward(
         block_QH,
         features_TFH,
         rope_table(layout.positions_T, state.inv_freq, state.rope_factor, dtype),
         rope_table(blocks.positions_Q, state.inv_freq, state.rope_factor, dtype),
         make_masks(state, anchors, layout),
         config.checkpoint_layers,
+        True,
     )
-    teacher_QH = None
+    teacher_GH = None
     if state.loss.config.distilled:
         assert batch.last_hidden_TH is not None, "a distilled loss needs batches that carry last hidden states"
         # What follows token a + k - 1 is what place k is to guess.
-        teacher_QH = batch.last_hidden_TH[(blocks.index_AB - 1).clamp(min=0).reshape(-1)].to(dtype)
-    sums = chunked_loss(state.loss, ends, hidden_QH, blocks.labels_Q, blocks.supervised_AB, teacher_QH, state.chunk)
-    gradients = torch.autograd.grad(sums.numerator, state.parameters.leaves)
+        teacher_GH = batch.last_hidden_TH[(blocks.index_AB[:, 1:] - 1).clamp(min=0).reshape(-1)].to(dtype)
+    labels_G, guessed_AG = guesses(blocks.labels_Q, drafter.block_size), blocks.supervised_AB[:, 1:]
+    sums = chunked_loss(state.loss, ends, hidden_GH, labels_G, guessed_AG, teacher_GH, state.chunk)
+    gradients = torch.autograd.grad(sums.numerator, state.parameters.leaves, allow_unused=True)
     state.parameters.add_gradients(gradients)
     state.sums.add_(sums.vector.detach())
 
