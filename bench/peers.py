@@ -39,9 +39,10 @@ from rivals import SpecForge, SpecForgeSettings, Speculators, SpeculatorsSetting
 from step import Runner, measure
 from torch import Tensor
 
-from draftsmith.drafter.loss import LossSpec, fused_chunk, head_logits
+from draftsmith.drafter.loss import LossSpec, head_logits
 from draftsmith.drafter.objectives import LossConfig
 from draftsmith.records import FeatureBatch, FrozenEnds
+from draftsmith.train.build import chunk_function
 from draftsmith.train.graph import CapturedStep, PlainStep, StepInputs
 
 ON_GPU = torch.cuda.is_available()
@@ -83,7 +84,8 @@ def argmax_chunk(
     """Cross entropy to what the teacher finds likeliest: our chunk with other labels."""
     assert teacher is not None, "the teacher's last hidden states make the labels"
     plain = replace(spec, config=replace(spec.config, loss="ce"))
-    return fused_chunk(plain, ends, hidden, head_logits(teacher, ends).argmax(-1), blocks, None)
+    chunk = chunk_function(plain, ends, DEVICE)
+    return chunk(plain, ends, hidden, head_logits(teacher, ends).argmax(-1), blocks, None)
 
 
 def ours(shape: Shape, argmax: bool = False) -> Step:

@@ -15,8 +15,8 @@ from tests.budgets import RULES, Rule, load, without_test
 
 ROOT = Path(__file__).parents[1]
 
-UNMIRRORED: frozenset[str] = frozenset()
-"""Modules that still lack a test file of their own."""
+UNMIRRORED: frozenset[str] = frozenset({"draftsmith.drafter.cross_entropy"})
+"""Modules without a test file of their own: kernels, which tests/gpu tests."""
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -96,7 +96,12 @@ def dense(kind: LossKind, weights: PlaceWeights, given: Inputs, head: FrozenEnds
 
 
 def chunked(
-    how: LossSpec, head: FrozenEnds, hidden_QH: Tensor, labels_Q: Tensor, supervised_AB: Tensor, teacher_QH: Tensor | None
+    how: LossSpec,
+    head: FrozenEnds,
+    hidden_QH: Tensor,
+    labels_Q: Tensor,
+    supervised_AB: Tensor,
+    teacher_QH: Tensor | None,
 ) -> LossSums:
     """The loss of whole blocks: place 0, which is known, is cut off as the step does."""
     hidden_GH, labels_G = guesses(hidden_QH, how.block_size), guesses(labels_Q, how.block_size)

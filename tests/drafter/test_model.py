@@ -15,10 +15,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from draftsmith.drafter.anchors import draw_uniforms, make_blocks, select_anchors
 from draftsmith.drafter.layout import document_layout
 from draftsmith.drafter.mask import MaskShape, block_mask, context_ranges, dense_mask
-from draftsmith.drafter.model import FULL, SLIDING, Drafter, DrafterConfig, RMSNorm, attend, init_weights
+from draftsmith.drafter.model import FULL, SLIDING, Drafter, DrafterConfig, RMSNorm, attend, guesses, init_weights
 from draftsmith.drafter.rope import inverse_frequencies, rope_table
 from draftsmith.errors import ConfigError
-from tests.train.tiny import CONFIG, HIDDEN, TAPS, VOCAB, tiny_ends
+from tests.train.tiny import CONFIG, HIDDEN, TAPS, VOCAB, relative, tiny_ends
 
 
 def wide_weights(drafter: Drafter) -> Drafter:
@@ -71,7 +71,12 @@ def as_dflash(drafter: Drafter) -> Any:
 
 
 def packed_forward(
-    drafter: Drafter, lengths: list[int], num_anchors: int, *, checkpoint_layers: bool = False
+    drafter: Drafter,
+    lengths: list[int],
+    num_anchors: int,
+    *,
+    checkpoint_layers: bool = False,
+    masked_blocks: bool = False,
 ) -> dict[str, Any]:
     """Hidden states of the blocks at random anchors of a packed batch, the way that training computes them."""
     config, T = drafter.config, 128
@@ -99,7 +104,7 @@ def packed_forward(
         for kind in set(config.layer_types)
     }
     tables = [rope_table(p, inv_freq, factor, torch.float32) for p in (layout.positions_T, blocks.positions_Q)]
-    hidden_QH = drafter(block_QH, features_TFH, *tables, masks, checkpoint_layers)
+    hidden_QH = drafter(block_QH, features_TFH, *tables, masks, checkpoint_layers, masked_blocks)
     return {
         "hidden_QH": hidden_QH,
         "anchors": anchors,
@@ -183,6 +188,36 @@ def test_checkpointed_layers_give_the_same_output() -> None:
     drafter = wide_weights(Drafter(CONFIG))
     kept, remade = (packed_forward(drafter, [60, 40], 8, checkpoint_layers=again) for again in (False, True))
     assert torch.equal(kept["hidden_QH"], remade["hidden_QH"])
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_what_masked_blocks_leave_out_changes_neither_guesses_nor_gradients(
+    checkpoint_layers: bool, layers: int
+) -> None:
+    """One mask row projected for all, and nothing past the last attention at the known places."""
+    config = replace(CONFIG, layer_types=(SLIDING, FULL, FULL)[:layers])
+    found: list[list[Tensor]] = []
+    for masked in (False, True):
+        drafter = wide_weights(Drafter(config))
+        made = packed_forward(drafter, [60, 40], 8, checkpoint_layers=checkpoint_layers, masked_blocks=masked)
+        hidden = made["hidden_QH"] if masked else guesses(made["hidden_QH"], config.block_size)
+        scale = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+        gradients = torch.autograd.grad((hidden * scale).sum(), list(drafter.parameters()))
+        found.append([hidden.detach(), *gradients])
+    assert found[1][0].shape[0] == 8 * (config.block_size - 1)
+    for whole, short in zip(*found, strict=True):
+        assert relative(short, whole) < 1e-5
+
+
+def test_masked_blocks_project_the_mask_once() -> None:
+    drafter, seen = Drafter(CONFIG), list[int]()
+    for layer in drafter.layers:
+        part = layer.get_submodule("self_attn.q_proj")
+        part.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))
+    packed_forward(drafter, [60, 40], 8, masked_blocks=True)
+    assert seen == [9, *[8 * CONFIG.block_size] * (len(seen) - 1)]
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize(

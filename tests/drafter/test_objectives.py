@@ -84,6 +84,13 @@ def test_dpace_weights_by_hand() -> None:
     assert float(total) == 5.0, "normalised by the number of labels, not by the weights"
 
 
+def test_dpace_passes_over_a_place_without_a_label() -> None:
+    """s = .75, 1, .9: what isn't asked can't be missed."""
+    supervised, q = torch.tensor([[True, False, True]]), torch.tensor([[0.5, 0.2, 0.8]])
+    weights, _ = place_weights(LossConfig(weights="dpace"), 4.0, supervised, -q.log())
+    assert weights[0].tolist() == pytest.approx([1.425, 0, 0.675])
+
+
 def test_dpace_with_alpha_one_counts_the_labels_from_a_place_on() -> None:
     supervised = torch.tensor([[True, True, True]])
     weights, _ = place_weights(LossConfig(dpace_alpha=1.0), 4.0, supervised, torch.full((1, 3), 3.0))

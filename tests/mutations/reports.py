@@ -53,8 +53,8 @@ MUTATIONS = (
     fault(
         "C14 the known place is in the denominator",
         "drafter/objectives.py",
-        "return weights_AB, counts_AB.sum()",
-        "return weights_AB, counts_AB.sum() + supervised_AB.shape[0]",
+        "return weights_AG, counts_AG.sum()",
+        "return weights_AG, counts_AG.sum() + guessed_AG.shape[0]",
         NORMALISER,
     ),
     fault(
@@ -67,17 +67,19 @@ MUTATIONS = (
     fault(
         "C17 the drafter's guesses are fed back",
         "train/step.py",
-        "    teacher_QH = None\n",
-        """    guess_QH = F.embedding((hidden_QH @ ends.head_VH.T.to(dtype)).argmax(-1), ends.embedding_VH).to(dtype)
-    hidden_QH = state.forward(
-        guess_QH,
+        "    teacher_GH = None\n",
+        """    guess_AGH = F.embedding((hidden_GH @ ends.head_VH.T.to(dtype)).argmax(-1), ends.embedding_VH).to(dtype)
+    anchor_A1H = block_QH.view(config.num_anchors, drafter.block_size, -1)[:, :1]
+    hidden_GH = state.forward(
+        torch.cat([anchor_A1H, guess_AGH.view(config.num_anchors, drafter.block_size - 1, -1)], 1).flatten(0, 1),
         features_TFH,
         rope_table(layout.positions_T, state.inv_freq, state.rope_factor, dtype),
         rope_table(blocks.positions_Q, state.inv_freq, state.rope_factor, dtype),
         make_masks(state, anchors, layout),
         config.checkpoint_layers,
+        True,
     )
-    teacher_QH = None
+    teacher_GH = None
 """,
         FED,
     ),

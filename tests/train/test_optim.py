@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.optim import OptimConfig, Optimizer, learning_rate
+from draftsmith.train.optim import OptimConfig, Optimizer, adamw_pass, compiled_pass, learning_rate
 from draftsmith.train.parameters import FlatParameters
 
 
@@ -23,10 +24,13 @@ class Small(nn.Module):
         self.norm = nn.Parameter(torch.ones(64))
 
 
-def build(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[FlatParameters, Optimizer]:
+def build(
+    dtype: torch.dtype = torch.float32, one_pass: bool = False, **options: Any
+) -> tuple[FlatParameters, Optimizer]:
     settings: dict[str, Any] = {"lr": 0.1, "schedule": "constant", "warmup": 0.0, "clip": 1e9} | options
     parameters = FlatParameters.install(Small(), dtype, "cpu")
-    return parameters, Optimizer.build(OptimConfig(**settings), parameters, total_steps=100)
+    optimizer = Optimizer.build(OptimConfig(**settings), parameters, total_steps=100)
+    return parameters, replace(optimizer, in_one_pass=adamw_pass if one_pass else None)
 
 
 def gradient(seed: int, size: int = 128) -> Tensor:
@@ -113,8 +117,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], remedy: str) 
         OptimConfig(**options)
 
 
-def test_equals_plain_adamw_on_the_divided_and_clipped_gradient() -> None:
-    parameters, optimizer = build(weight_decay=0.1, clip=1.5)
+@pytest.mark.parametrize("one_pass", [False, True], ids=["library", "one pass"])
+def test_equals_plain_adamw_on_the_divided_and_clipped_gradient(one_pass: bool) -> None:
+    parameters, optimizer = build(one_pass=one_pass, weight_decay=0.1, clip=1.5)
     reference = Small()
     groups = [{"params": [reference.matrix], "weight_decay": 0.1}, {"params": [reference.norm], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
@@ -232,3 +237,45 @@ def test_a_restored_optimizer_continues_bit_for_bit() -> None:
         value.copy_(saved[name])
     apply(again, resumed, gradient(1))
     assert same(snapshot(again, resumed), snapshot(parameters, optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_leaves_what_the_library_and_two_more_passes_leave(dtype: torch.dtype) -> None:
+    """Weights, moments, step counts, shadow and zeroed gradients; a step with NaN and one without labels among them."""
+    states: list[tuple[FlatParameters, Optimizer]] = []
+    for one_pass in (False, True):
+        parameters, optimizer = build(dtype, one_pass, weight_decay=0.1, clip=1.5)
+        for step in range(8):
+            grad_N = gradient(step) * 10
+            if step == 3:
+                grad_N[70] = float("nan")
+            apply(parameters, optimizer, grad_N, 0.0 if step == 5 else 7.0)
+            assert (parameters.grad_N == 0).all()
+        states.append((parameters, optimizer))
+    (library, by_library), (ours, by_us) = states
+    torch.testing.assert_close(ours.shadow_N, library.shadow_N)
+    assert torch.equal(ours.shadow_N, ours.master_N.to(dtype))
+    expected, found = snapshot(library, by_library), snapshot(ours, by_us)
+    assert {name for name in found if name.endswith("step")} == {"adamw.0.step", "adamw.1.step"}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_skipped_step_changes_no_bit_in_one_pass() -> None:
+    parameters, optimizer = build(one_pass=True)
+    apply(parameters, optimizer, gradient(0))
+    before = snapshot(parameters, optimizer)
+    apply(parameters, optimizer, torch.full((128,), float("inf")))
+    assert same(snapshot(parameters, optimizer), before)
+    assert (int(optimizer.step), int(optimizer.skipped)) == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_the_pass_compiles_whole_and_computes_the_same() -> None:
+    torch._dynamo.reset()
+    plain, compiled = build(one_pass=True, weight_decay=0.1), build(one_pass=True, weight_decay=0.1)
+    compiled = (compiled[0], replace(compiled[1], in_one_pass=compiled_pass()))
+    for step in range(3):
+        for parameters, optimizer in (plain, compiled):
+            apply(parameters, optimizer, gradient(step))
+    torch.testing.assert_close(compiled[0].master_N, plain[0].master_N, rtol=1e-6, atol=1e-7)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from draftsmith.drafter.linear import Linear
 from draftsmith.drafter.model import Drafter, init_weights
 from draftsmith.train.parameters import ALIGNMENT, FlatParameters
 from tests.train.tiny import CONFIG
@@ -94,3 +95,21 @@ def test_a_module_without_matrices_has_none() -> None:
     flat = FlatParameters.install(nn.LayerNorm(5), torch.float32, "cpu")
     assert flat.num_matrix == 0
     assert flat.master_N.numel() == 2 * ALIGNMENT
+
+
+def test_a_parameter_that_nothing_used_is_an_error_and_a_summed_weight_is_not() -> None:
+    drafter = Drafter(CONFIG)
+    flat = FlatParameters.install(drafter, torch.float32, "cpu")
+    names = [piece.name for piece in flat.slices]
+    assert flat.summed == {name for name in names if "norm" not in name}
+    for name, part in drafter.named_modules():
+        if isinstance(part, Linear):
+            assert part.main_grad is not None
+            assert part.main_grad.data_ptr() == flat.named(flat.grad_N)[f"{name}.weight"].data_ptr()
+    given = [
+        None if name in flat.summed else torch.ones(piece.shape) for name, piece in zip(names, flat.slices, strict=True)
+    ]
+    flat.add_gradients(tuple(given))
+    given[names.index("norm.weight")] = None
+    with pytest.raises(RuntimeError, match=r"^norm\.weight got no gradient: the forward doesn't use it"):
+        flat.add_gradients(tuple(given))

@@ -230,7 +230,9 @@ def test_the_teacher_of_place_k_is_the_state_of_the_token_before_it() -> None:
     anchors = select_anchors(batch.loss_mask_T, layout.document_ids_T, uniforms(batch), state.config.num_anchors)
 
     def loss_when_reading(offset: int) -> float:
-        index_GH = (anchors.index_A[:, None] + torch.arange(1, 8) + offset).clamp(0, batch.shape.num_tokens - 1).view(-1)
+        index_GH = (
+            (anchors.index_A[:, None] + torch.arange(1, 8) + offset).clamp(0, batch.shape.num_tokens - 1).view(-1)
+        )
 
         def forward(*_: Any) -> Tensor:
             touched = sum((leaf.sum() * 0 for leaf in state.parameters.leaves), torch.zeros(()))

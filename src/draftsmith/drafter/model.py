@@ -139,7 +139,7 @@ NO_SHORTCUT = Shortcut()
 
 
 def distinct(rows: Tensor, block_size: int) -> Tensor:
-    """The different rows of blocks [Q, H] whose places from 1 on are alike: the A first ones, then the other [A+1, H]."""
+    """The different rows of blocks [Q, H] alike from place 1 on: the A first ones, then the other [A + 1, H]."""
     return torch.cat([rows[::block_size], rows[1:2]])
 
 
@@ -268,7 +268,7 @@ class Drafter(nn.Module):
             rope_context, rope_block: tables at absolute positions within each document.
             masks: per layer type, who sees whom.
             checkpoint_layers: recompute each layer in backward instead of keeping its activations.
-            masked_blocks: places 1 to B - 1 of every block hold the mask token's row, and only they are returned [G, H].
+            masked_blocks: places 1 to B - 1 of every block hold the mask token's row; only they come out [G, H].
         """
         context_TH = self.context(features_TFH)
         x, size = block_QH, self.config.block_size if masked_blocks else 0

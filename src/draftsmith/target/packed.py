@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def packed_products(*modules: nn.Module) -> Generator[int]:
         layer.weight.data_ptr(): layer
         for module in modules
         for layer in module.modules()
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+        if _multiplies_plainly(layer) and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
     }
     layers = {address: layer for address, layer in layers.items() if address not in known}
     room = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -77,6 +77,12 @@ def packed_products(*modules: nn.Module) -> Generator[int]:
         for layer in layers.values():
             del layer.forward
         _packed.reset(token)
+
+
+def _multiplies_plainly(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """torch's own linear layer, or the drafter's, which is the same where nothing trains; quantised ones are not."""
+    plain = type(layer) is nn.Linear or type(layer).__module__ == "draftsmith.drafter.linear"
+    return plain and isinstance(layer, nn.Linear)
 
 
 def _lay_out(weight_OI: Tensor) -> Tensor:

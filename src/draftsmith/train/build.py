@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -78,7 +80,7 @@ def chunk_function(loss: LossSpec, ends: FrozenEnds, device: torch.device) -> Ch
     """How a chunk of logits becomes sums and a gradient: by kernels of our own where they apply, else `fused_chunk`."""
     plain_head = ends.logit_scale == 1.0 and ends.soft_cap is None
     if device.type == "cuda" and loss.config.loss == "ce" and plain_head:
-        from draftsmith.drafter.cross_entropy import text_chunk  # Triton, which a CPU build of torch comes without
-
-        return text_chunk
+        # Imported late: it needs Triton, which a CPU build of torch comes without.
+        kernels = importlib.import_module("draftsmith.drafter.cross_entropy")
+        return cast(ChunkFunction, kernels.text_chunk)
     return fused_chunk

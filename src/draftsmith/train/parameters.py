@@ -7,7 +7,9 @@ that shadow. In fp32 runs (CPU) masters and shadow are one buffer. Everything is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,8 @@ class FlatParameters:
         for piece, (_, parameter) in zip(slices, named, strict=True):
             parameter.data = piece.view(shadow_N)
             leaves.append(parameter)
+        parts = cast(Iterator[tuple[str, nn.Module]], module.named_modules())
+        layers = {name: part for name, part in parts if isinstance(part, Linear)}
         flat = cls(
             slices=tuple(slices),
             num_matrix=num_matrix,
@@ -73,12 +77,11 @@ class FlatParameters:
             grad_N=torch.zeros_like(master_N),
             shadow_N=shadow_N,
             leaves=tuple(leaves),
-            summed=frozenset(f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear)),
+            summed=frozenset(f"{name}.weight" for name in layers),
         )
         views = flat.named(flat.grad_N)
-        for name, part in module.named_modules():
-            if isinstance(part, Linear):
-                part.main_grad = views[f"{name}.weight"]
+        for name, layer in layers.items():
+            layer.main_grad = views[f"{name}.weight"]
         return flat
 
     def add_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
