@@ -5,7 +5,7 @@
 
 In training a block is its anchor's token, which is known, and B - 1 times the mask token. So the first layer projects
 A + 1 different rows instead of Q = A B, and past the last layer's attention only the G = A (B - 1) guessing rows go on:
-3.6% fewer operations at the reference shape for the same numbers.
+3.5% fewer operations at the reference shape for the same numbers.
 
 Embedding and head are the target's, frozen, and live outside. Keys and values of one layer share a weight, as do gate
 and up of the MLP: one matrix product instead of two; `export.py` splits them.
