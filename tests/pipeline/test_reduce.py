@@ -15,7 +15,7 @@ from draftsmith.pipeline import reduce as reduce_module
 from draftsmith.pipeline.reduce import LocalGroup, LocalReducer, NoReduce
 from draftsmith.pipeline.stop import Stop, StoppedError
 from draftsmith.train.step import TrainState, accumulate, update
-from tests.train.tiny import Tiny, no_totals, tiny_batch, uniforms
+from tests.train.tiny import Tiny, no_totals, relative, tiny_batch, uniforms
 
 
 def states(count: int) -> list[TrainState]:
@@ -89,14 +89,15 @@ def test_C15_a_label_weighs_the_same_on_a_drafter_with_few_of_them() -> None:
     own = [state.parameters.grad_N / state.sums[1] for state in built]
     reduce_all(built, [False, False])
     together_N = built[0].parameters.grad_N / built[0].sums[1]
-    assert torch.equal(together_N, alone.parameters.grad_N / alone.sums[1])
+    # A second draw's products start from the first one's sum: another order of additions than adding two sums.
+    assert relative(together_N, alone.parameters.grad_N / alone.sums[1]) < 1e-6
     mean_of_means = (own[0] + own[1]) / 2
     assert (mean_of_means - together_N).norm() > 0.05 * together_N.norm(), "a mean of means is another gradient"
     for state in built:
         update(state, no_totals(state))
     update(alone, no_totals(alone))
     for state in built:
-        assert torch.equal(state.parameters.master_N, alone.parameters.master_N)
+        assert relative(state.parameters.master_N, alone.parameters.master_N) < 1e-6
 
 
 def test_two_drafters_sum_to_the_same_bits_either_way_round() -> None:
