@@ -33,7 +33,7 @@ from draftsmith.data.buckets import OrderConfig, choose_buckets
 from draftsmith.data.loader import BatchOrder
 from draftsmith.drafter.anchors import draw_uniforms
 from draftsmith.drafter.loss import LossSpec
-from draftsmith.drafter.model import SLIDING, DrafterConfig
+from draftsmith.drafter.model import SLIDING, Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig, resolve_gamma
 from draftsmith.pipeline.inputs import compute_dtype, start_drafter
 from draftsmith.pipeline.resolve import Choices, resolve_batching, resolve_drafter
@@ -105,9 +105,9 @@ class Corpus:
 
 
 @torch.no_grad()
-def capture_corpus(target: Target, documents: Sequence[Document]) -> Corpus:
+def capture_corpus(target: Target, documents: Sequence[Document], taps: Sequence[int] = ()) -> Corpus:
     """Run the target once over all documents; large forwards, since nothing waits for the first batch."""
-    lengths, taps = [document.length for document in documents], default_taps(target.facts.num_layers)
+    lengths, taps = [document.length for document in documents], taps or default_taps(target.facts.num_layers)
     budget, total = max(65_536 if ON_GPU else 512, *lengths), sum(lengths)
     order = OrderConfig(token_budget=budget, max_documents=2048, forwards_per_batch=2)
     batches = BatchOrder(lengths, choose_buckets(lengths, 8, 32), order)
@@ -247,7 +247,7 @@ class Ours:
 
     def __init__(self, variant: Variant, target: Target, corpus: Corpus, seed: int, total_steps: int) -> None:
         (settings,) = cast(tuple[OursSettings], variant.parts)
-        self.config, self.corpus, self.seed, self.count = drafter_config(variant, target), corpus, seed, 0
+        self.config, self.corpus, self.seed, self.count = self.choose(variant, target), corpus, seed, 0
         options = BatchOptions(
             seed=seed, labels_per_token=settings.labels_per_token, anchors=settings.anchors or "auto",
             draws_per_batch=settings.draws or "auto", token_budget=settings.tokens or "auto",
@@ -257,9 +257,7 @@ class Ours:
         )
         self.order = BatchOrder(corpus.lengths, self.batching.buckets, self.batching.order)
         loss = LossConfig(loss=cast(Any, settings.loss), weights=cast(Any, settings.weights))
-        drafter = start_drafter(
-            self.config, DrafterOptions(init=cast(Any, settings.init)), target, seed, lambda line: None
-        )
+        drafter = self.start(settings, target, seed)
         spec = StateSpec(
             loss=LossSpec(config=loss, gamma=resolve_gamma(loss, variant.block), block_size=variant.block),
             step=StepConfig(
@@ -284,15 +282,25 @@ class Ours:
         else:
             self.stepper = PlainStep(self.state, self.inputs)
 
+    def choose(self, variant: Variant, target: Target) -> DrafterConfig:
+        return drafter_config(variant, target)
+
+    def start(self, settings: OursSettings, target: Target, seed: int) -> Drafter:
+        options = DrafterOptions(init=cast(Any, settings.init))
+        return start_drafter(self.config, options, target, seed, lambda line: None)
+
     def step(self) -> None:
+        self.accumulate()
+        self.stepper.update()
+        self.count += 1
+
+    def accumulate(self) -> None:
         number, draw = divmod(self.count, self.batching.draws_per_batch)
         if draw == 0:
             self.corpus.pack(self.order.batch(number).documents, self.inputs.batch)
         uniforms = draw_uniforms(self.seed, number, draw, self.inputs.uniforms_T.numel())
         self.inputs.uniforms_T.copy_(uniforms.pin_memory() if ON_GPU else uniforms, non_blocking=True)
         self.stepper.accumulate()
-        self.stepper.update()
-        self.count += 1
 
     def weights(self) -> dict[str, Tensor]:
         flat = self.state.parameters
