@@ -3,6 +3,7 @@
     python bench/target.py qwen3-8b                       eager, compiled and fp8 at [24, 2048] and [6, 8192]
     python bench/target.py qwen3.6-27b --layers 16        the hybrid shape, as many layers as are worth the time
     python bench/target.py qwen3.6-27b --conv library     the same with transformers' own short convolution
+    python bench/target.py qwen3.6-27b --only full_attention    compile the layers of this kind alone
     python bench/target.py qwen3-8b --sdpa cudnn          another attention kernel
 
 One CUDA GPU, random weights made on it from the packaged config, cut after the last tap, hooks writing every feature.
@@ -132,6 +133,20 @@ def compiled(bench: Bench, mode: str, backend: str) -> dict[str, Any]:
     return {"compile_seconds": seconds, "graph_breaks": report.graph_breaks}
 
 
+def leave_plain(target: Target, but: str) -> None:
+    """Take the compiled forward from all layers but those of one kind.
+
+    Raises:
+        SystemExit: the target has no layer of that kind.
+    """
+    kinds = target.facts.layer_types
+    if but not in kinds:
+        raise SystemExit(f"--only {but}: this target's layers are {', '.join(sorted(set(kinds)))}")
+    for layer, kind in zip(target.layers, kinds, strict=True):
+        if kind != but:
+            layer.forward = type(layer).forward.__get__(layer)
+
+
 def fp8(bench: Bench) -> dict[str, Any]:
     """Put the target's products into 8-bit floats and say what that changed, as a run would."""
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +212,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of the target; 0 leaves all of its config")
     parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--conv", choices=["fused", "library"], default="fused", help="of compiled linear attention")
+    parser.add_argument("--only", default="", help="compile only layers of this kind, as the config's layer_types say")
     parser.add_argument("--sdpa", choices=["default", *SDPA], default="default")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--device", default="cuda")
@@ -217,6 +233,7 @@ def main() -> None:
         "taps": bench.taps,
         "sdpa": arguments.sdpa,
         "conv": arguments.conv,
+        "compiled_kind": arguments.only or "all",
         "formula": "2 x tokens x weights of products in layers 0 .. last tap",
         "weights": bench.weights,
         "matrix_rate": rate,
@@ -232,6 +249,8 @@ def main() -> None:
                 result["fp8"] = fp8(bench)
             if mode != "eager":
                 result[f"{mode}_warm_up"] = compiled(bench, mode, arguments.backend)
+                if arguments.only:
+                    leave_plain(bench.target, but=arguments.only)
             result["rows"] += measure(bench, mode)
     for row in result["rows"]:
         row["share"] = row["tflops"] / rate if rate else None

@@ -67,6 +67,7 @@ def state(
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = True,
     checkpoint_layers: bool = False,
+    freeze_context: bool = False,
 ) -> TrainState:
     generator = torch.Generator().manual_seed(3)
     embedding = (torch.randn(VOCAB, HIDDEN, generator=generator) * 0.5).to(DEVICE, dtype)
@@ -84,6 +85,7 @@ def state(
         total_steps=1000,
         dtype=dtype,
         compiled=compiled,
+        freeze_context=freeze_context,
     )
     return build_state(drafter, FrozenEnds(embedding_VH=embedding, head_VH=head), spec, DEVICE)
 
@@ -98,6 +100,15 @@ def captured(made: TrainState) -> CapturedStep:
 
 def plain(made: TrainState) -> PlainStep:
     return PlainStep(made, inputs(made.parameters.shadow_N.dtype))
+
+
+def with_context(data: FeatureBatch) -> FeatureBatch:
+    """A batch that carries the context of its features, as the drafter of `state()` makes it."""
+    drafter = Drafter(CONFIG)
+    init_weights(drafter, 0)
+    with torch.no_grad():
+        context_TH = drafter.to(DEVICE, data.shape.dtype).context(data.features_TFH.to(DEVICE))
+    return replace(data, shape=replace(data.shape, num_taps=1), features_TFH=context_TH)
 
 
 def feed(stepper: Stepper, data: FeatureBatch, number: int, draw: int = 0) -> None:

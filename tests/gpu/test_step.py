@@ -13,10 +13,10 @@ import torch
 from draftsmith.drafter.anchors import draw_uniforms
 from draftsmith.drafter.objectives import LossConfig
 from draftsmith.errors import CaptureError
-from draftsmith.records import FeatureBatch
+from draftsmith.records import BatchShape, FeatureBatch
 from draftsmith.train.checkpoint import CheckpointConfig, Position, RunRecord, load_checkpoint, restore
 from draftsmith.train.checkpoint_writer import CheckpointWriter
-from draftsmith.train.graph import PlainStep, StepInputs
+from draftsmith.train.graph import CapturedStep, PlainStep, StepInputs
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,32 @@ def test_captured_equals_uncaptured_bit_for_bit_over_20_steps(loss: LossConfig) 
         assert torch.equal(tensor, other.state.optimizer.tensors()[name]), name
     moved = one.state.parameters.named(one.state.parameters.master_N)["norm.weight"]
     assert (moved != 1).all()
+
+
+def test_with_a_frozen_context_captured_equals_uncaptured_and_whole_training() -> None:
+    """Captured against uncaptured to the bit; and the layers' gradients are those of training everything."""
+    made = steps.state(freeze_context=True)
+    one = CapturedStep(made, StepInputs.allocate(_narrow(), steps.BLOCK, steps.DEVICE), torch.cuda.current_stream())
+    other = PlainStep(steps.state(freeze_context=True), StepInputs.allocate(_narrow(), steps.BLOCK, steps.DEVICE))
+    for number in range(6):
+        data = steps.with_context(steps.batch(FILLS[number % len(FILLS)], number))
+        for stepper in (one, other):
+            steps.feed(stepper, data, number)
+            stepper.accumulate()
+            stepper.update()
+        assert torch.equal(one.state.parameters.master_N, other.state.parameters.master_N), f"weights, step {number}"
+    data = steps.batch(steps.LENGTHS, 0)
+    whole = steps.state()
+    expected = whole.parameters.named(steps.gradients_of(whole, data)[0])
+    frozen = steps.state(freeze_context=True)
+    found = frozen.parameters.named(steps.gradients_of(frozen, steps.with_context(data))[0])
+    assert found.keys() == expected.keys() - {"fc.weight", "hidden_norm.weight"}
+    for name, gradient in found.items():
+        assert _relative(gradient, expected[name]) < 2e-2, name
+
+
+def _narrow() -> BatchShape:
+    return replace(steps.shape(), num_taps=1)
 
 
 def test_compiled_is_close_to_eager_dense() -> None:

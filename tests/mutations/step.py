@@ -12,7 +12,7 @@ LOSS, OBJECTIVES, MODEL, ROPE = (
     "drafter/test_rope.py",
 )
 STEP, FIXED, GOLDEN = "train/test_step.py", "train/test_fixed_shape.py", "train/test_golden.py"
-LINEAR = "drafter/test_linear.py"
+LINEAR, CONTEXT = "drafter/test_linear.py", "pipeline/test_frozen_context.py"
 OPTIM, PARAMETERS, NOISE = "train/test_optim.py", "train/test_parameters.py", "train/test_noise.py"
 
 MUTATIONS = (
@@ -311,6 +311,35 @@ MUTATIONS = (
         PARAMETERS,
     ),
     fault(
+        "frozen parameters lie among the trained",
+        "train/parameters.py",
+        "key=lambda item: (item[0] in frozen, item[1].ndim < 2)",
+        "key=lambda item: item[1].ndim < 2",
+        PARAMETERS,
+        STEP,
+    ),
+    fault(
+        "a frozen context is resumed as if it trained",
+        "pipeline/stage.py",
+        '{"context": "frozen"} if config.drafter.freeze_context else {}',
+        "{}",
+        CONTEXT,
+    ),
+    fault(
+        "one drafter's context is taken for another's features",
+        "pipeline/stage.py",
+        "if index.context != context:",
+        "if False:",
+        CONTEXT,
+    ),
+    fault(
+        "the target's side sends what the context was before",
+        "target/capture.py",
+        "self.batch.features_TFH.copy_(self._context(self._features_TFH))",
+        "self._context(self._features_TFH)",
+        CONTEXT,
+    ),
+    fault(
         "the guess at the last place is left out, not the anchor",
         "drafter/model.py",
         "rows.view(-1, block_size, *rows.shape[1:])[:, 1:]",
@@ -520,8 +549,8 @@ MUTATIONS = (
     fault(
         "gradients accumulate in bf16",
         "train/parameters.py",
-        "grad_N=torch.zeros_like(master_N)",
-        "grad_N=torch.zeros_like(shadow_N)",
+        "grad_N=torch.zeros(num_trained, dtype=torch.float32, device=device)",
+        "grad_N=torch.zeros(num_trained, dtype=dtype, device=device)",
         PARAMETERS,
     ),
     fault(
@@ -535,8 +564,8 @@ MUTATIONS = (
     fault(
         "norms lie among the matrices",
         "train/parameters.py",
-        "key=lambda item: item[1].ndim < 2",
-        "key=lambda item: item[0]",
+        "key=lambda item: (item[0] in frozen, item[1].ndim < 2)",
+        "key=lambda item: (item[0] in frozen, item[0])",
         PARAMETERS,
     ),
     fault(
@@ -577,8 +606,8 @@ MUTATIONS = (
     fault(
         "weight decay on norms",
         "train/optim.py",
-        "parameters.master_N.numel(), 0.0)",
-        "parameters.master_N.numel(), config.weight_decay)",
+        "parameters.num_trained, 0.0)",
+        "parameters.num_trained, config.weight_decay)",
         OPTIM,
     ),
     fault(

@@ -14,6 +14,7 @@ from draftsmith.pipeline import inputs as inputs_module
 from draftsmith.pipeline.inputs import capture_features, claim_folder, compute_dtype, load_data, start_drafter
 from draftsmith.pipeline.settings import DataOptions, DrafterOptions
 from draftsmith.pipeline.store import Origin, index_of
+from draftsmith.target.capture import PackedCapture
 from tests.families import tiny_target
 from tests.pipeline.runs import quiet, write_inputs
 from tests.pipeline.tiny import CONFIG, FAMILY, SEED, SHAPE, TAPS, documents, order
@@ -74,8 +75,9 @@ def test_a_full_disk_is_said_before_anything_is_captured(tmp_path: Path, monkeyp
     usage = namedtuple("usage", "total used free")(1, 1, 10)
     monkeypatch.setattr(inputs_module.shutil, "disk_usage", lambda _folder: usage)
     index = index_of(SHAPE, 3, Origin(target="t", taps=TAPS, data_fingerprint="f", num_supervised=1))
+    capture = PackedCapture(tiny_target(FAMILY), TAPS, index.shape)
     with pytest.raises(DataError, match=r"the features need about 0.0 GB, .* has 0.0 GB free"):
-        capture_features(tmp_path, tiny_target(FAMILY), TAPS, documents(), order(), index, lambda *_: None)
+        capture_features(tmp_path, capture, documents(), order(), index, lambda *_: None)
 
 
 def test_compute_dtype() -> None:

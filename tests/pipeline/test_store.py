@@ -25,6 +25,7 @@ from draftsmith.pipeline.store import (
     stored_batch,
 )
 from draftsmith.pipeline.team import run_workers
+from draftsmith.target.capture import PackedCapture
 from tests.families import FAMILIES, fresh_target
 from tests.pipeline.tiny import (
     FAMILY,
@@ -52,7 +53,8 @@ def captured(folder: Path, done: list[int] | None = None, stop_after: int = 1000
             if len(done) >= stop_after:
                 raise KeyboardInterrupt
 
-    return capture_features(folder, fresh_target(FAMILY), TAPS, documents(), order(), index, tell)
+    with PackedCapture(fresh_target(FAMILY), TAPS, index.shape) as capture:
+        return capture_features(folder, capture, documents(), order(), index, tell)
 
 
 @pytest.fixture(scope="module")

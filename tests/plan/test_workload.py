@@ -7,6 +7,7 @@ import pytest
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError
 from draftsmith.plan.hardware import parse_hardware
+from draftsmith.plan.memory import state_buffers
 from draftsmith.plan.workload import (
     Corpus,
     Job,
@@ -21,6 +22,7 @@ from draftsmith.plan.workload import (
     target_flops,
     target_rate,
     target_share,
+    trained_parameters,
 )
 
 H200 = parse_hardware("h200").card
@@ -136,3 +138,16 @@ def test_regeneration_reads_layers_and_head(tiny: Job) -> None:
 def test_no_data_is_nothing_to_plan_for() -> None:
     with pytest.raises(ConfigError, match="no data to plan for"):
         Corpus(tokens=10, supervised=11, padding=0, fill=1, source="")
+
+
+def test_a_frozen_context_costs_the_target_one_product_and_the_drafter_none(tiny: Job) -> None:
+    """fc has 5 x 4 x 4 = 80 weights, hidden_norm 4; keys and values of two layers are made by 2 x 16 weights."""
+    frozen = replace(tiny, freeze_context=True)
+    assert draw_flops(tiny) - draw_flops(frozen) == 32 * (4 * 80 + 2 * 32)
+    assert target_flops(frozen) - target_flops(tiny) == 2 * 80
+    assert drafter_parameters(tiny.drafter) - trained_parameters(frozen) == 84
+    assert trained_parameters(tiny) == drafter_parameters(tiny.drafter)
+    sizes = [{buffer.name: buffer.bytes for buffer in state_buffers(job)} for job in (tiny, frozen)]
+    assert {name: sizes[0][name] - sizes[1][name] for name in sizes[0]} == {
+        "masters": 0, "gradients": 84 * 4, "moments": 84 * 8, "shadow": 0
+    }  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafter.linear import Linear
-from draftsmith.drafter.model import Drafter, init_weights
+from draftsmith.drafter.model import CONTEXT, Drafter, init_weights
 from draftsmith.train.parameters import ALIGNMENT, FlatParameters
 from tests.train.tiny import CONFIG
 
@@ -113,3 +113,20 @@ def test_a_parameter_that_nothing_used_is_an_error_and_a_summed_weight_is_not() 
     given[names.index("norm.weight")] = None
     with pytest.raises(RuntimeError, match=r"^norm\.weight got no gradient: the forward doesn't use it"):
         flat.add_gradients(tuple(given))
+
+
+def test_frozen_parameters_lie_last_without_gradient_or_moment() -> None:
+    drafter = Drafter(CONFIG)
+    init_weights(drafter, 0)
+    before = {name: value.detach().clone() for name, value in drafter.named_parameters()}
+    flat = FlatParameters.install(drafter, torch.bfloat16, "cpu", CONTEXT)
+    assert [piece.name for piece in flat.slices[-2:]] == list(CONTEXT)
+    assert flat.num_matrix < flat.num_trained < flat.master_N.numel()
+    assert flat.grad_N.numel() == flat.num_trained
+    assert flat.named(flat.grad_N).keys() == before.keys() - set(CONTEXT)
+    assert flat.named(flat.master_N).keys() == before.keys()
+    assert not flat.summed & set(CONTEXT)
+    for name, value in drafter.named_parameters():
+        assert value.requires_grad == (name not in CONTEXT)
+        assert torch.equal(value, before[name].bfloat16())
+    assert len(flat.leaves) == len(before) - 2

@@ -398,3 +398,27 @@ def test_C17_the_drafter_is_fed_the_true_token_and_masks_never_its_own_guesses()
     block_ABH = read[0][0].view(32, 8, -1)
     assert torch.equal(block_ABH[:, 0], embedding[batch.token_ids_T[anchors.index_A]])
     assert torch.equal(block_ABH[:, 1:], embedding[-1].expand_as(block_ABH[:, 1:])), "the mask token is the last one"
+
+
+@pytest.mark.parametrize("loss", [LossConfig(chunk_rows=64), LossConfig(loss="lk", chunk_rows=64)])
+def test_with_a_frozen_context_the_layers_get_the_very_gradients_they_would_have(loss: LossConfig) -> None:
+    """The batch carries the context; fc and hidden_norm keep their bits through weight decay and all."""
+    batch = tiny_batch()
+    whole = Tiny(loss=loss, optim=OptimConfig(weight_decay=0.1)).build()
+    frozen = Tiny(loss=loss, optim=OptimConfig(weight_decay=0.1), freeze_context=True).build()
+    given = FeatureBatch.allocate(replace(batch.shape, num_taps=1), "cpu")
+    with torch.no_grad():
+        context_TH = whole.drafter.context(batch.features_TFH)
+    source = replace(batch, shape=given.shape, features_TFH=context_TH)
+    given.copy_(source)
+    expected, found = one_draw(whole, batch), one_draw(frozen, given)
+    assert torch.equal(found.sums, expected.sums)
+    gradients = whole.parameters.named(expected.grad_N)
+    for name, gradient in frozen.parameters.named(found.grad_N).items():
+        assert torch.equal(gradient, gradients[name]), name
+    before = {name: weight.clone() for name, weight in frozen.parameters.named(frozen.parameters.master_N).items()}
+    for number in range(3):
+        accumulate(frozen, given, uniforms(given, number))
+        update(frozen, no_totals(frozen))
+    after = frozen.parameters.named(frozen.parameters.master_N)
+    assert {name for name in before if torch.equal(before[name], after[name])} == {"fc.weight", "hidden_norm.weight"}

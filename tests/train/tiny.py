@@ -53,6 +53,7 @@ class Tiny:
     dtype: torch.dtype = torch.float32
     total_steps: int = 50
     compiled: bool = False
+    freeze_context: bool = False
 
     def build(self, ends: FrozenEnds | None = None) -> TrainState:
         drafter = Drafter(self.config)
@@ -65,6 +66,7 @@ class Tiny:
             total_steps=self.total_steps,
             dtype=self.dtype,
             compiled=self.compiled,
+            freeze_context=self.freeze_context,
         )
         return build_state(drafter, ends or tiny_ends(self.config, self.dtype), spec, torch.device("cpu"))
 

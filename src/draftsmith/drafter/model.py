@@ -26,6 +26,8 @@ from draftsmith.drafter.rope import RopeConfig, RopeTable, rotate
 from draftsmith.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+CONTEXT = ("fc.weight", "hidden_norm.weight")
+"""Parameters that make the context of a token's features."""
 Mask = Tensor | BlockMask
 
 
@@ -245,6 +247,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(H, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in config.layer_types)
         self.norm = RMSNorm(H, config.rms_norm_eps)
+        self.context_is_given = False
+        """Whether `forward` gets the context [T, H] itself in the features' place: where `CONTEXT` is frozen."""
 
     def context(self, features_TFH: Tensor) -> Tensor:
         """Tapped hidden states [T, F*H] to what every layer's keys and values are made of [T, H]."""
@@ -264,13 +268,13 @@ class Drafter(nn.Module):
 
         Args:
             block_QH: embeddings of the block tokens.
-            features_TFH: tapped hidden states of the packed context.
+            features_TFH: tapped hidden states of the packed context; the context [T, H] where it is given.
             rope_context, rope_block: tables at absolute positions within each document.
             masks: per layer type, who sees whom.
             checkpoint_layers: recompute each layer in backward instead of keeping its activations.
             masked_blocks: places 1 to B - 1 of every block hold the mask token's row; only they come out [G, H].
         """
-        context_TH = self.context(features_TFH)
+        context_TH = features_TFH if self.context_is_given else self.context(features_TFH)
         x, size = block_QH, self.config.block_size if masked_blocks else 0
         for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types, strict=True), 1):
             shortcut = Shortcut(alike=size * (number == 1), guessing=size * (number == self.config.num_layers))

@@ -13,6 +13,7 @@ from draftsmith.data.loader import BatchOrder
 from draftsmith.drafter.model import Drafter
 from draftsmith.pipeline.buffers import FeatureRing, RingPlace
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop, DrawPlan
+from draftsmith.pipeline.inputs import context_of
 from draftsmith.pipeline.placement import Placement
 from draftsmith.pipeline.producing import Outlet, Producer
 from draftsmith.pipeline.reduce import LocalGroup, LocalReducer, NoReduce, Reducer
@@ -239,6 +240,14 @@ def build_targets(
             with torch.cuda.device(target.device):
                 warm = warm_up(target, None if plan.shape.last_hidden else taps[-1], shapes)
             plan.say(f"target {index} compiled for {len(shapes)} shapes in {sum(warm.seconds.values()):.0f} s")
-        stagings = [PackedCapture(target, taps, plan.shape) for _ in range(2 if target.device.type == "cuda" else 1)]
+        stagings = [stage_capture(plan, target) for _ in range(2 if target.device.type == "cuda" else 1)]
         producers.append(TargetForwardLoop(f"target {index}", stagings, order, documents, rings))
     return producers
+
+
+def stage_capture(plan: Blueprint, target: Target) -> PackedCapture:
+    """A target's staging batch: of features, or of the context that the drafter's frozen part makes of them."""
+    context = None
+    if plan.state.freeze_context:
+        context = context_of(plan.drafter, target.device, plan.shape.dtype)
+    return PackedCapture(target, plan.drafter.config.taps, plan.shape, context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from draftsmith.data.loader import BatchOrder
 from draftsmith.data.prepare import PrepareConfig, prepare
@@ -21,7 +24,7 @@ from draftsmith.pipeline.documents import Documents, hold_out
 from draftsmith.pipeline.settings import DataOptions, DrafterOptions
 from draftsmith.pipeline.store import StoreIndex, StoreWriter
 from draftsmith.records import Document
-from draftsmith.target.capture import PackedCapture
+from draftsmith.target.capture import Context, PackedCapture
 from draftsmith.target.model import Target
 
 ACCOUNT = "account.json"
@@ -122,10 +125,23 @@ def start_drafter(
     return drafter
 
 
+def context_of(drafter: Drafter, device: torch.device, dtype: torch.dtype) -> Context:
+    """The drafter's `fc` and `hidden_norm` as they are, on a target's device: features [T, F*H] to context [T, H]."""
+    part = nn.Sequential(copy.deepcopy(drafter.fc), copy.deepcopy(drafter.hidden_norm))
+    return part.to(device, dtype)
+
+
+def context_id(drafter: Drafter) -> str:
+    """Tells one drafter's `fc` and `hidden_norm` from another's: a digest of both in bf16, as exports hold them."""
+    digest = hashlib.sha256()
+    for weight in (drafter.fc.weight, drafter.hidden_norm.weight):
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def capture_features(
     folder: Path,
-    target: Target,
-    taps: Sequence[int],
+    capture: PackedCapture,
     documents: Sequence[Document],
     order: BatchOrder,
     index: StoreIndex,
@@ -134,6 +150,7 @@ def capture_features(
     """Capture one epoch's batches into `folder`, going on where an earlier try stopped.
 
     Args:
+        capture: with the index's shape; the caller closes it.
         tell: called after each batch with (batches done, batches in all, tokens of this batch).
     """
     writer = StoreWriter(folder, index)
@@ -144,13 +161,12 @@ def capture_features(
             f"the features need about {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: choose another "
             "folder, or train without --cache-features"
         )
-    with PackedCapture(target, taps, index.shape) as capture:
-        for done, number in enumerate(writer.missing, start=index.num_batches - len(writer.missing) + 1):
-            batch = capture.run(order.batch(number), documents)
-            if number == 0:
-                capture.check([documents[document] for document in order.batch(0).documents])
-            writer.write(number, batch)
-            tell(done, index.num_batches, int(batch.num_tokens.item()))
+    for done, number in enumerate(writer.missing, start=index.num_batches - len(writer.missing) + 1):
+        batch = capture.run(order.batch(number), documents)
+        if number == 0:
+            capture.check([documents[document] for document in order.batch(0).documents])
+        writer.write(number, batch)
+        tell(done, index.num_batches, int(batch.num_tokens.item()))
     return index
 
 

@@ -276,12 +276,14 @@ def resolve_step(config: PipelineConfig, num_anchors: int, on_gpu: bool, choices
     )
 
 
-def batch_shape(batching: Batching, drafter: DrafterConfig, dtype: torch.dtype, last_hidden: bool) -> BatchShape:
-    """The one shape of the run's FeatureBatches."""
+def batch_shape(
+    batching: Batching, drafter: DrafterConfig, dtype: torch.dtype, last_hidden: bool, freeze_context: bool = False
+) -> BatchShape:
+    """The one shape of the run's FeatureBatches; with a frozen context they carry it in the features' place."""
     return BatchShape(
         num_tokens=batching.order.token_budget,
         num_documents=batching.order.max_documents,
-        num_taps=len(drafter.taps),
+        num_taps=1 if freeze_context else len(drafter.taps),
         hidden_size=drafter.hidden_size,
         dtype=dtype,
         last_hidden=last_hidden,

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.data.loader import BatchOrder
-from draftsmith.pipeline.assemble import Blueprint, Team, build_drafters, build_rings, build_targets
+from draftsmith.pipeline.assemble import Blueprint, Team, build_drafters, build_rings, build_targets, stage_capture
 from draftsmith.pipeline.chief import Chief, Measure, Rhythm
 from draftsmith.pipeline.drafter_loop import DrafterTrainLoop
 from draftsmith.pipeline.inputs import capture_features
@@ -229,7 +229,8 @@ def capture_epoch(stage: Stage, folder: Path, order: BatchOrder) -> tuple[Path, 
             seen += tokens
             view.update(done, f"{seen / (time.perf_counter() - started):,.0f} tokens/s")
 
-        capture_features(folder, stage.target, stage.start.config.taps, data.train, order, index, tell)
+        with stage_capture(blueprint_of(stage), stage.target) as capture:
+            capture_features(folder, capture, data.train, order, index, tell)
     return folder, index
 
 

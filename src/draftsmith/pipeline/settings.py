@@ -38,6 +38,9 @@ class DrafterOptions:
     """Start from copies of the target's last layers where widths agree, or from random weights."""
     init_from: str = ""
     """Start from an existing drafter (z-lab layout, folder or hub id); its own config decides the architecture."""
+    freeze_context: bool = False
+    """With --init-from: train the layers alone. fc and hidden_norm stay, the target's side applies them, and a token's
+    features are H numbers instead of F x H, on disk and on the way."""
     rope: Literal["target", "plain"] = "target"
     """Take the target's rotary scaling along, or only its theta."""
 
@@ -50,9 +53,12 @@ class DrafterOptions:
         for name, size in zip(("num-heads", "num-kv-heads", "head-dim", "intermediate-size"), sizes, strict=True):
             if size != "auto" and size < 1:
                 raise ConfigError(f"--{name} {size} is not 1 or more; leave it out to take the target's")
+        if self.freeze_context and not self.init_from:
+            raise ConfigError("--freeze-context keeps what a drafter has learnt of features: name one with --init-from")
         if self.init_from:
+            brought = ("init_from", "freeze_context")
             own = [
-                one.name for one in fields(self) if one.name != "init_from" and getattr(self, one.name) != one.default
+                one.name for one in fields(self) if one.name not in brought and getattr(self, one.name) != one.default
             ]
             if own:
                 flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)

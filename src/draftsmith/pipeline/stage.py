@@ -20,7 +20,7 @@ from draftsmith.drafter.model import Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig
 from draftsmith.errors import CheckpointError, ConfigError
 from draftsmith.pipeline.answers import answer_first
-from draftsmith.pipeline.inputs import TrainingData, compute_dtype, load_data
+from draftsmith.pipeline.inputs import TrainingData, compute_dtype, context_id, load_data
 from draftsmith.pipeline.placement import Placement, place
 from draftsmith.pipeline.resolve import (
     Batching,
@@ -83,6 +83,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.data.features and self.pipeline.colocate:
             raise ConfigError("with --features no target runs, so there is nothing to colocate: drop --colocate")
+        if self.drafter.freeze_context and self.pipeline.feature_noise:
+            raise ConfigError("--feature-noise is for features, and with --freeze-context none come: drop one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ class Stage:
             taps=self.start.config.taps,
             data_fingerprint=data.fingerprint,
             num_supervised=data.num_supervised,
+            context=context_id(self.start.drafter) if self.state.freeze_context else "",
         )
         return index_of(self.shape, order.num_batches(0), origin)
 
@@ -213,9 +216,12 @@ def resolve_stage(
     loss = resolve_loss(config.loss, start.config.block_size, choices)
     batching = _batching(config, inputs, start.config, choices)
     dtype = compute_dtype(placement.on_gpu)
-    shape = batch_shape(batching, start.config, dtype, config.loss.distilled)
+    frozen = config.drafter.freeze_context
+    if frozen:
+        choices.note("trained", "the layers", "fc and hidden_norm stay, as --freeze-context says")
+    shape = batch_shape(batching, start.config, dtype, config.loss.distilled, frozen)
     if inputs.store is not None:
-        _check_store(inputs.store, shape, start.config, inputs.target)
+        _check_store(inputs.store, shape, start, frozen, inputs.target)
     state = StateSpec(
         loss=loss,
         step=resolve_step(config.pipeline, batching.num_anchors, placement.on_gpu, choices),
@@ -223,6 +229,7 @@ def resolve_stage(
         total_steps=batching.total_steps,
         dtype=dtype,
         compiled=placement.on_gpu,
+        freeze_context=frozen,
     )
     fingerprint = inputs.data.fingerprint if inputs.data is not None else ""
     if inputs.store is not None:
@@ -260,8 +267,18 @@ def _batching(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, choices
     return resolve_batching(config.batch, drafter, train.lengths, supervised, on_gpu, num_drafters, choices)
 
 
-def _check_store(store: tuple[Path, StoreIndex], shape: BatchShape, drafter: DrafterConfig, target: Target) -> None:
+def _check_store(
+    store: tuple[Path, StoreIndex], shape: BatchShape, start: Start, freeze_context: bool, target: Target
+) -> None:
     folder, index = store
+    drafter, context = start.config, context_id(start.drafter) if freeze_context else ""
+    if index.context != context:
+        theirs, needed = ("the context of a drafter" if kept else "features" for kept in (index.context, context))
+        another = "another one's" if index.context and context else needed
+        raise ConfigError(
+            f"{folder} holds {theirs}, and this run needs {another}: capture again with the same --init-from and "
+            "--freeze-context"
+        )
     if index.shape != shape or index.taps != drafter.taps or index.target != target.facts.name:
         raise ConfigError(
             f"{folder} holds features of {index.target}, taps {list(index.taps)}, {index.dtype}, last hidden states "
@@ -274,11 +291,14 @@ def _pinned(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, gamma: fl
     """What a checkpoint pins down, by the names that a resume compares."""
     facts = inputs.target.facts
     alpha = config.loss.dpace_alpha if config.loss.weights == "dpace" else None
+    # Only where it is, so that runs from before there was a choice go on.
+    context = {"context": "frozen"} if config.drafter.freeze_context else {}
     return {
         "target": {"name": facts.name, "template": facts.template_hash, "adapter": config.target.adapter},
         "mask-token": drafter.mask_token_id,
         "architecture": json.loads(json.dumps(asdict(drafter), default=dict)),
-        "objective": {"loss": config.loss.loss, "weights": config.loss.weights, "gamma": gamma, "alpha": alpha},
+        "objective": {"loss": config.loss.loss, "weights": config.loss.weights, "gamma": gamma, "alpha": alpha}
+        | context,
         "gpus": inputs.placement.describe(),
         "threads": torch.get_num_threads(),
     }

@@ -47,6 +47,8 @@ class StoreIndex:
     data_fingerprint: str
     num_supervised: int
     """Supervised tokens of the epoch."""
+    context: str = ""
+    """Which drafter's frozen `fc` and `hidden_norm` made the features into [T, H] (`inputs.context_id`); "" none's."""
 
     @property
     def shape(self) -> BatchShape:
@@ -68,6 +70,7 @@ class Origin:
     taps: tuple[int, ...]
     data_fingerprint: str
     num_supervised: int
+    context: str = ""
 
 
 def index_of(shape: BatchShape, num_batches: int, origin: Origin) -> StoreIndex:
@@ -84,6 +87,7 @@ def index_of(shape: BatchShape, num_batches: int, origin: Origin) -> StoreIndex:
         taps=origin.taps,
         data_fingerprint=origin.data_fingerprint,
         num_supervised=origin.num_supervised,
+        context=origin.context,
     )
 
 
@@ -105,6 +109,7 @@ class StoreWriter:
         wanted = json.loads(json.dumps(asdict(index)))
         if path.exists():
             there = json.loads(path.read_text(encoding="utf-8"))
+            there.setdefault("context", "")  # captures from before there was a choice
             changed = sorted(key for key in wanted if there.get(key) != wanted[key])
             if changed:
                 raise DataError(

@@ -16,6 +16,7 @@ from draftsmith.plan.workload import (
     chunk_rows,
     drafter_parameters,
     forward_tokens,
+    trained_parameters,
 )
 
 STAGING_SETS = 2
@@ -59,17 +60,19 @@ def ends_bytes(job: Job) -> int:
 
 def state_buffers(job: Job) -> list[Buffer]:
     """Weights of the drafter in all their forms, and the target's ends beside them."""
-    count = drafter_parameters(job.drafter)
+    count, trained = drafter_parameters(job.drafter), trained_parameters(job)
     return [
         Buffer(name="masters", bytes=count * FP32, why=f"{elements(count)} parameters, fp32"),
-        Buffer(name="gradients", bytes=count * FP32, why="fp32, one flat buffer"),
-        Buffer(name="moments", bytes=2 * count * FP32, why="AdamW, two of fp32"),
+        Buffer(name="gradients", bytes=trained * FP32, why="fp32, one flat buffer"),
+        Buffer(name="moments", bytes=2 * trained * FP32, why="AdamW, two of fp32"),
         Buffer(name="shadow", bytes=count * BF16, why="bf16 weights that compute"),
     ]
 
 
 def batch_why(job: Job) -> str:
-    kinds = f"{job.shape.num_taps} taps" + (" and the last hidden state" if job.shape.last_hidden else "")
+    kinds = ("one context" if job.freeze_context else f"{job.shape.num_taps} taps") + (
+        " and the last hidden state" if job.shape.last_hidden else ""
+    )
     return f"{job.shape.num_tokens:,} tokens x {job.shape.hidden_size:,} x {kinds}"
 
 

@@ -67,6 +67,8 @@ class Job:
     chunk_rows: int
     fp8: bool
     checkpoint_layers: bool
+    freeze_context: bool = False
+    """`fc` and `hidden_norm` don't train, and the target's side applies them."""
 
     @property
     def batch_tokens(self) -> float:
@@ -111,19 +113,32 @@ def drafter_parameters(drafter: DrafterConfig) -> int:
     return drafter.num_layers * layer + len(drafter.taps) * H * H + 2 * H
 
 
+def trained_parameters(job: Job) -> int:
+    """Elements with a gradient and moments."""
+    H = job.drafter.hidden_size
+    context = len(job.drafter.taps) * H * H + H
+    return drafter_parameters(job.drafter) - (context if job.freeze_context else 0)
+
+
+def fc_flops(job: Job) -> float:
+    """Of a token, `fc` once."""
+    return 2.0 * len(job.drafter.taps) * job.drafter.hidden_size**2
+
+
 def draw_flops(job: Job) -> float:
     """Model operations of a draw, attention left out: layers, context keys and values, fc, head.
 
     6 per parameter and row forward and backward (8 where layers are recomputed); `fc` needs no gradient of its input;
-    the frozen head is read twice (a teacher adds one more product).
+    the frozen head is read twice (a teacher adds one more product). A frozen context needs no gradient.
     """
     d = job.drafter
     rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
     passes = 8 if job.checkpoint_layers else 6
     layers = passes * rows * d.num_layers * layer_parameters(d)
-    context = passes * tokens * d.num_layers * 2 * H * d.num_kv_heads * d.head_dim
+    keys = 2 * d.num_layers * H * d.num_kv_heads * d.head_dim
+    context = (passes - 2 if job.freeze_context else passes) * tokens * keys
     head = (6 if job.shape.last_hidden else 4) * rows * H * d.vocab_size
-    return layers + context + 4 * tokens * len(d.taps) * H * H + head
+    return layers + context + (0.0 if job.freeze_context else 2 * tokens * fc_flops(job)) + head
 
 
 def activation_bytes(job: Job) -> int:
@@ -167,8 +182,8 @@ def moved_bytes(job: Job) -> float:
 
 
 def target_flops(job: Job) -> float:
-    """Operations of the target for one token, attention left out: 2 per parameter passed."""
-    return 2.0 * sum(passed_layers(job))
+    """Operations of a target worker for one token, attention left out: 2 per parameter passed."""
+    return 2.0 * sum(passed_layers(job)) + (fc_flops(job) if job.freeze_context else 0.0)
 
 
 def passed_layers(job: Job) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from draftsmith.target.anatomy import first_tensor
 from draftsmith.target.model import Target, cut_after
 from draftsmith.target.taps import check_taps
 
+Context = Callable[[Tensor], Tensor]
+"""What a drafter makes of features [T, F*H]: [T, H]."""
 PAD_ID = 0
 """Fills places right of a document: any valid id does, since no earlier token sees it and the hooks drop its states."""
 
@@ -84,26 +86,32 @@ class PackedCapture:
 
     Owns its buffers, on the target's device, for its whole life and returns the same ones from every `run`: copy them
     before the next. One thread uses it. Nothing in `run` waits for the device; `check()` does, on request.
+
+    With a `context`, a function of features [T, F*H], the batch carries what it returns [T, H] in their place.
     """
 
-    def __init__(self, target: Target, taps: Sequence[int], shape: BatchShape):
-        if shape.num_taps != len(taps) or shape.hidden_size != target.facts.hidden_size:
+    def __init__(self, target: Target, taps: Sequence[int], shape: BatchShape, context: Context | None = None):
+        if shape.num_taps != (len(taps) if context is None else 1) or shape.hidden_size != target.facts.hidden_size:
             raise TargetError(
                 f"a batch of {shape.num_taps} taps x {shape.hidden_size} doesn't fit taps {list(taps)} of "
                 f"{target.facts.name} (hidden {target.facts.hidden_size}): give the features' own --target and taps"
             )
-        self.target, self.taps, self.shape = target, tuple(taps), shape
+        self.target, self.taps, self.shape, self._context = target, tuple(taps), shape, context
         self.device = target.device
         # One row more than T everywhere: the last is where the hooks drop padded positions.
-        whole = FeatureBatch.allocate(replace(shape, num_tokens=shape.num_tokens + 1), target.device)
+        wide = replace(shape, num_tokens=shape.num_tokens + 1, num_taps=len(taps))
+        whole = FeatureBatch.allocate(wide, target.device)
         self._hooks = HookCapture(target, taps, whole.features_TFH, whole.last_hidden_TH)
         T = shape.num_tokens
+        self._features_TFH = whole.features_TFH[:T]
         self.batch = replace(
             whole,
             shape=shape,
             token_ids_T=whole.token_ids_T[:T],
             loss_mask_T=whole.loss_mask_T[:T],
-            features_TFH=whole.features_TFH[:T],
+            features_TFH=self._features_TFH
+            if context is None
+            else torch.zeros_like(whole.features_TFH[:T, : shape.hidden_size]),
             last_hidden_TH=None if whole.last_hidden_TH is None else whole.last_hidden_TH[:T],
         )
 
@@ -139,7 +147,9 @@ class PackedCapture:
         with cut:
             for forward in plan.forwards:
                 offset = self._forward(forward, documents, offset)
-        self.batch.features_TFH[offset:].zero_()
+        self._features_TFH[offset:].zero_()
+        if self._context is not None:
+            self.batch.features_TFH.copy_(self._context(self._features_TFH))
         if self.batch.last_hidden_TH is not None:
             self.batch.last_hidden_TH[offset:].zero_()
         return self.batch
@@ -153,7 +163,7 @@ class PackedCapture:
             TargetError: naming the first such document, its token and tap.
         """
         T = sum(document.length for document in documents)
-        parts_TFH = self.batch.features_TFH[:T].view(T, self.shape.num_taps, self.shape.hidden_size)
+        parts_TFH = self._features_TFH[:T].view(T, len(self.taps), self.shape.hidden_size)
         bad_TF = ~parts_TFH.isfinite().all(2) | (parts_TFH == 0).all(2)
         if not bool(bad_TF.any()):
             return

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafter.loss import ChunkFunction, LossSpec, LossSums, fused_chunk
 from draftsmith.drafter.mask import TILE
-from draftsmith.drafter.model import Drafter
+from draftsmith.drafter.model import CONTEXT, Drafter
 from draftsmith.drafter.rope import inverse_frequencies
 from draftsmith.errors import ConfigError
 from draftsmith.records import BatchShape, FrozenEnds
@@ -48,6 +48,8 @@ class StateSpec:
     dtype: torch.dtype
     """Of the shadow that computes: bfloat16 on a GPU, float32 on the CPU."""
     compiled: bool
+    freeze_context: bool = False
+    """Train the layers and the last norm alone; batches then carry the context instead of features."""
 
 
 def build_state(drafter: Drafter, ends: FrozenEnds, spec: StateSpec, device: torch.device) -> TrainState:
@@ -55,7 +57,8 @@ def build_state(drafter: Drafter, ends: FrozenEnds, spec: StateSpec, device: tor
 
     `drafter` arrives with its initial weights in fp32 on the CPU and is moved. The first step compiles.
     """
-    parameters = FlatParameters.install(drafter, spec.dtype, device)
+    parameters = FlatParameters.install(drafter, spec.dtype, device, CONTEXT if spec.freeze_context else ())
+    drafter.context_is_given = spec.freeze_context
     inv_freq, factor = inverse_frequencies(drafter.config.rope, device)
     forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True) if spec.compiled else drafter.forward
     chunk = chunk_function(spec.loss, ends, device)

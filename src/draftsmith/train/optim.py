@@ -132,7 +132,7 @@ class Optimizer:
         cut = parameters.num_matrix
         masters: list[nn.Parameter] = []
         groups: list[dict[str, Any]] = []
-        for low, high, decay in ((0, cut, config.weight_decay), (cut, parameters.master_N.numel(), 0.0)):
+        for low, high, decay in ((0, cut, config.weight_decay), (cut, parameters.num_trained, 0.0)):
             if high > low:
                 master = nn.Parameter(parameters.master_N[low:high])
                 master.grad = parameters.grad_N[low:high]

@@ -97,7 +97,7 @@ def plan_job(config: RunConfig, size: TargetSize, corpus: Corpus, *, on_gpu: boo
         shape=BatchShape(
             num_tokens=budget,
             num_documents=batch.max_documents,
-            num_taps=len(drafter.taps),
+            num_taps=1 if config.drafter.freeze_context else len(drafter.taps),
             hidden_size=drafter.hidden_size,
             dtype=torch.bfloat16,
             last_hidden=config.loss.distilled,
@@ -113,4 +113,5 @@ def plan_job(config: RunConfig, size: TargetSize, corpus: Corpus, *, on_gpu: boo
         chunk_rows=config.loss.chunk_rows,
         fp8=config.target.target_compute == "fp8",
         checkpoint_layers=config.pipeline.checkpoint_layers,
+        freeze_context=config.drafter.freeze_context,
     )
