@@ -102,6 +102,25 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         assert measured[0][when]["summary"]["tau"] == measured[1][when]["summary"]["tau"]
 
 
+@pytest.mark.long
+def test_ranks_send_the_context_of_a_frozen_drafter_as_threads_do(inputs: Path, tmp_path: Path) -> None:
+    assert run(arguments(inputs, tmp_path / "stock")) == 0
+    given = arguments(inputs, tmp_path / "threads")
+    whose = ["--init-from", str(tmp_path / "stock" / "drafter"), "--freeze-context"]
+    assert run(adapting(given, whose)) == 0
+    command = adapting(arguments(inputs, tmp_path / "ranks"), whose)
+    done = torchrun(3, ["-m", "draftsmith", *command], seconds=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "ranks", tmp_path / "threads")
+
+
+def adapting(given: list[str], whose: list[str]) -> list[str]:
+    """The command with another start: that drafter's own architecture wins, so taps aren't given."""
+    at = given.index("--taps")
+    end = next((n for n in range(at + 1, len(given)) if given[n].startswith("--")), len(given))
+    return [*given[:at], *given[end:], *whose]
+
+
 def in_two_ranks(inputs: Path, out: Path, *more: str) -> Done:
     return torchrun(2, ["-m", "draftsmith", *arguments(inputs, out, *more, roles=())], seconds=280)
 
