@@ -7,7 +7,7 @@ import pytest
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError
 from draftsmith.plan.hardware import parse_hardware
-from draftsmith.plan.memory import state_buffers
+from draftsmith.plan.memory import state_buffers, target_buffers
 from draftsmith.plan.workload import (
     Corpus,
     Job,
@@ -151,3 +151,7 @@ def test_a_frozen_context_costs_the_target_one_product_and_the_drafter_none(tiny
     assert {name: sizes[0][name] - sizes[1][name] for name in sizes[0]} == {
         "masters": 0, "gradients": 84 * 4, "moments": 84 * 8, "shadow": 0
     }  # fmt: skip
+    there = [{buffer.name: buffer.bytes for buffer in target_buffers(job)} for job in (tiny, frozen)]
+    assert there[1]["staging"] - there[0]["staging"] == 2 * 32 * 5 * 4 * 2, "features beside the context, twice"
+    assert there[1].keys() - there[0].keys() == {"drafter's fc"}
+    assert there[1]["drafter's fc"] == 84 * 2

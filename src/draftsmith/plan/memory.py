@@ -107,7 +107,12 @@ def target_buffers(job: Job) -> list[Buffer]:
     tokens = forward_tokens(job)
     heads = facts.num_heads * facts.head_dim + 2 * facts.num_kv_heads * facts.head_dim
     forward = tokens * (4 * facts.hidden_size + 2 * heads + 3 * facts.intermediate_size) * BF16
+    H, taps = facts.hidden_size, len(job.drafter.taps)
+    # A frozen context is made of the features here: they are staged beside it, and the drafter's fc lies here too.
+    wide = job.shape.num_tokens * taps * H * BF16 if job.freeze_context else 0
+    own = [Buffer(name="drafter's fc", bytes=(taps * H + 1) * H * BF16, why="frozen, applied here")]
     return [
+        *(own if job.freeze_context else []),
         Buffer(
             name="target weights",
             bytes=weights,
@@ -115,8 +120,8 @@ def target_buffers(job: Job) -> list[Buffer]:
         ),
         Buffer(
             name="staging",
-            bytes=STAGING_SETS * job.shape.num_bytes,
-            why=f"{STAGING_SETS} batches, filled while the last is sent",
+            bytes=STAGING_SETS * (job.shape.num_bytes + wide),
+            why=f"{STAGING_SETS} batches, filled while the last is sent" + (", features too" if wide else ""),
         ),
         Buffer(name="forward", bytes=forward, why=f"one layer's activations of {tokens:,} tokens"),
     ]
