@@ -82,5 +82,4 @@ def test_padding_drifts_no_further_than_another_seed() -> None:
     print(f"loss of the last 100: {losses[-1]:.5f}, padded {losses_padded[-1]:.5f}, seeds {spread} away")
     assert losses[-1] < 0.8 * losses[0], "nothing was learnt, so nothing is shown"
     assert apart(weights_padded, weights) < min(between_seeds)
-    # If padding were but another seed, one run in three would lie beyond the farther of two: three times, not once.
-    assert abs(losses_padded[-1] - losses[-1]) < 3 * max(spread)
+    assert abs(losses_padded[-1] - losses[-1]) < max(spread)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional as F
 
 
-@torch.library.custom_op("draftsmith::add_weight_gradient", mutates_args={"main_grad"})
+@library.custom_op("draftsmith::add_weight_gradient", mutates_args={"main_grad"})
 def add_weight_gradient(main_grad: Tensor, gradient: Tensor, rows: Tensor, first: int) -> None:
     """Rows `first` to `first + n_out` of `main_grad` [out, in] fp32 += gradient [n, n_out] transposed x rows [n, in].
 
