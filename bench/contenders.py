@@ -61,13 +61,14 @@ def to_device(values: np.ndarray) -> Tensor:
 class Corpus:
     """Every document with its features, flat on the device: document d has the rows from `starts[d]` on.
 
-    `features_NF` [N, F*H], `last_hidden_NH` (behind the target's final norm), `token_ids_N`, `loss_mask_N`.
+    `features_NF` [N, F*H], `last_hidden_NH` (behind the target's final norm; None where nobody reads it),
+    `token_ids_N`, `loss_mask_N`.
     """
 
     token_ids_N: Tensor
     loss_mask_N: Tensor
     features_NF: Tensor
-    last_hidden_NH: Tensor
+    last_hidden_NH: Tensor | None
     starts: np.ndarray
     lengths: list[int]
     num_supervised: int
@@ -88,6 +89,7 @@ class Corpus:
         pairs = [(batch.token_ids_T, self.token_ids_N), (batch.loss_mask_T, self.loss_mask_N)]
         pairs.append((batch.features_TFH, self.features_NF))
         if batch.last_hidden_TH is not None:
+            assert self.last_hidden_NH is not None, "captured without last hidden states"
             pairs.append((batch.last_hidden_TH, self.last_hidden_NH))
         for buffer, source in pairs:
             torch.index_select(source, 0, index, out=buffer[:used])
@@ -105,7 +107,9 @@ class Corpus:
 
 
 @torch.no_grad()
-def capture_corpus(target: Target, documents: Sequence[Document], taps: Sequence[int] = ()) -> Corpus:
+def capture_corpus(
+    target: Target, documents: Sequence[Document], taps: Sequence[int] = (), *, last_hidden: bool = True
+) -> Corpus:
     """Run the target once over all documents; large forwards, since nothing waits for the first batch."""
     lengths, taps = [document.length for document in documents], taps or default_taps(target.facts.num_layers)
     budget, total = max(65_536 if ON_GPU else 512, *lengths), sum(lengths)
@@ -113,13 +117,14 @@ def capture_corpus(target: Target, documents: Sequence[Document], taps: Sequence
     batches = BatchOrder(lengths, choose_buckets(lengths, 8, 32), order)
     hidden, dtype = target.facts.hidden_size, compute_dtype(ON_GPU)
     shape = BatchShape(
-        num_tokens=budget, num_documents=2048, num_taps=len(taps), hidden_size=hidden, dtype=dtype, last_hidden=True
-    )
+        num_tokens=budget, num_documents=2048, num_taps=len(taps), hidden_size=hidden, dtype=dtype,
+        last_hidden=last_hidden,
+    )  # fmt: skip
     corpus = Corpus(
         token_ids_N=torch.zeros(total, dtype=torch.int64, device=DEVICE),
         loss_mask_N=torch.zeros(total, dtype=torch.bool, device=DEVICE),
         features_NF=torch.zeros(total, len(taps) * hidden, dtype=dtype, device=DEVICE),
-        last_hidden_NH=torch.zeros(total, hidden, dtype=dtype, device=DEVICE),
+        last_hidden_NH=torch.zeros(total, hidden, dtype=dtype, device=DEVICE) if last_hidden else None,
         starts=np.zeros(len(lengths), dtype=np.int64),
         lengths=lengths,
         num_supervised=sum(int(document.loss_mask.sum()) for document in documents),
@@ -137,8 +142,8 @@ def capture_corpus(target: Target, documents: Sequence[Document], taps: Sequence
             corpus.token_ids_N[first:offset] = batch.token_ids_T[:used]
             corpus.loss_mask_N[first:offset] = batch.loss_mask_T[:used]
             corpus.features_NF[first:offset] = batch.features_TFH[:used]
-            assert batch.last_hidden_TH is not None
-            corpus.last_hidden_NH[first:offset] = batch.last_hidden_TH[:used]
+            if corpus.last_hidden_NH is not None and batch.last_hidden_TH is not None:
+                corpus.last_hidden_NH[first:offset] = batch.last_hidden_TH[:used]
     return corpus
 
 
@@ -183,6 +188,13 @@ class Variant:
     layers: int
     block: int
     parts: tuple[Any, ...]
+
+    @property
+    def reads_last_hidden(self) -> bool:
+        """Whether its step needs the target's last hidden states: speculators' does, ours only to distil."""
+        if self.system == "draftsmith":
+            return LossConfig(loss=self.parts[0].loss).distilled
+        return self.system == "speculators"
 
 
 PRESETS: dict[str, tuple[str, tuple[Any, ...]]] = {

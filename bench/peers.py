@@ -78,21 +78,29 @@ def ring_of(shape: Shape) -> list[FeatureBatch]:
     return ring
 
 
-def argmax_chunk(
-    spec: LossSpec, ends: FrozenEnds, hidden: Tensor, labels: Tensor, blocks: Tensor, teacher: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def teacher_labels(teacher: Tensor, ends: FrozenEnds) -> Tensor:
+    """What the teacher finds likeliest, from its last hidden states."""
+    return head_logits(teacher, ends).argmax(-1)
+
+
+def argmax_chunk(labels_of: Callable[[Tensor, FrozenEnds], Tensor]) -> Any:
     """Cross entropy to what the teacher finds likeliest: our chunk with other labels."""
-    assert teacher is not None, "the teacher's last hidden states make the labels"
-    plain = replace(spec, config=replace(spec.config, loss="ce"))
-    chunk = chunk_function(plain, ends, DEVICE)
-    return chunk(plain, ends, hidden, head_logits(teacher, ends).argmax(-1), blocks, None)
+
+    def chunk(
+        spec: LossSpec, ends: FrozenEnds, hidden: Tensor, labels: Tensor, blocks: Tensor, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert teacher is not None, "the teacher's last hidden states make the labels"
+        plain = replace(spec, config=replace(spec.config, loss="ce"))
+        return chunk_function(plain, ends, DEVICE)(plain, ends, hidden, labels_of(teacher, ends), blocks, None)
+
+    return chunk
 
 
 def ours(shape: Shape, argmax: bool = False) -> Step:
     state = make_state(shape, DEVICE, compiled=ON_GPU, total_steps=TOTAL_STEPS)
     if argmax:
-        chunk = torch.compile(argmax_chunk, dynamic=False, fullgraph=True) if ON_GPU else argmax_chunk
-        state = replace(state, chunk=chunk)
+        labels_of = torch.compile(teacher_labels, dynamic=False, fullgraph=True) if ON_GPU else teacher_labels
+        state = replace(state, chunk=argmax_chunk(labels_of))
     inputs = StepInputs.allocate(shape.batch, shape.drafter.block_size, DEVICE)
     if ON_GPU:
         return Runner(CapturedStep(state, inputs, torch.cuda.current_stream()), ring_of(shape))

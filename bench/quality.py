@@ -8,8 +8,10 @@
 The target (SmolLM2-135M-Instruct: acceptance on a target this small says little of a large one's) runs once; every
 system then trains on the same features in device memory for `--minutes` of its own step loop, with its schedule laid
 over the steps that this allows: a first instance, thrown away, compiles and is timed. Compiling, capturing and
-measuring don't count. Each result is exported as a z-lab drafter (the rivals' weights by name), read back, and answers
-the same prompts by draftsmith's own loop, greedily. What the systems are set to stands in contenders.py.
+measuring don't count. `--as-timed FILE` takes the time of a step from an earlier output instead, so that processes may
+share a GPU: steps are then what the budget held when a line ran alone. Each result is exported as a z-lab drafter (the
+rivals' weights by name), read back, and answers the same prompts by draftsmith's own loop, greedily. What the systems
+are set to stands in contenders.py.
 
 `--variant NAME:key=value,...` adds a line of its own: any setting of OursSettings, `layers`, `block`; with
 `system=PRESET` first, of that preset (system=speculators-best,lr=0.001). The first line is what others are held
@@ -112,6 +114,8 @@ class Job:
     minutes: float
     seed: int
     seconds_a_step: float
+    timed_elsewhere: bool = False
+    """Whether the time of a step is an earlier run's: this one may share its GPU, and its own clock says nothing."""
 
 
 def run(
@@ -123,6 +127,8 @@ def run(
     contender = CONTENDERS[variant.system](variant, target, corpus, seed, steps)
     contender.step()  # outside the time: it may compile again
     seconds = timed_steps(contender, steps - 1)
+    if job.timed_elsewhere:
+        seconds = (steps - 1) * job.seconds_a_step
     name = f"{variant.name}-{minutes:g}min-seed{seed}"
     started = time.perf_counter()
     result = measure(contender, target, prompts, arguments, name)
@@ -130,7 +136,8 @@ def run(
     row = {
         "name": variant.name, "system": variant.system, "minutes": minutes, "seed": seed, "steps": steps,
         "seconds": seconds, "ms_a_step": 1e3 * seconds / (steps - 1), "tau": tau.value, "tau_low": tau.low,
-        "tau_high": tau.high, "survival": list(result.summary.survival), "num_prompts": result.summary.num_prompts,
+        "tau_high": tau.high, "timed_elsewhere": job.timed_elsewhere, "survival": list(result.summary.survival),
+        "num_prompts": result.summary.num_prompts,
         "counts": [[answer.decoded.committed, len(answer.decoded.steps)] for answer in result.answers],
         "measure_seconds": time.perf_counter() - started, **contender.facts(),
     }  # fmt: skip
@@ -243,6 +250,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=100, help="prompts answered together")
     parser.add_argument("--warm-steps", type=int, default=60, help="steps to warm up, and as many to time")
+    parser.add_argument(
+        "--as-timed", nargs="*", type=Path, default=[], help="earlier outputs: their time of a step, to share a GPU"
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="start no further run after this long; 0: all runs")
     parser.add_argument("--keep", default="", help="keep the exported drafters in this folder")
     parser.add_argument("--merge", nargs="*", type=Path, default=[], help="outputs of earlier runs, to go on from")
@@ -256,7 +266,7 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[Target, Corpus, list[Prompt], dict[str, Any]]:
+def prepare(arguments: argparse.Namespace, *, last_hidden: bool) -> tuple[Target, Corpus, list[Prompt], dict[str, Any]]:
     """The target, its features, the prompts, and what is to be said of them."""
     torch._dynamo.config.recompile_limit = 256  # one code object serves every variant
     if ON_GPU:
@@ -264,7 +274,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Target, Corpus, list[Prompt]
     target = load_target(TargetConfig(target=arguments.target), DEVICE)
     documents, prompts = load_documents(arguments, target), load_prompts(arguments.val, arguments.prompts)
     started = time.perf_counter()
-    corpus = capture_corpus(target, documents)
+    corpus = capture_corpus(target, documents, last_hidden=last_hidden)
     synchronize()
     facts: dict[str, Any] = {
         "target": target.facts.name, "parameters": sum(p.numel() for p in target.model.parameters()),
@@ -278,13 +288,30 @@ def prepare(arguments: argparse.Namespace) -> tuple[Target, Corpus, list[Prompt]
     return target, corpus, prompts, facts
 
 
+def speeds_of(files: Sequence[Path], names: Sequence[str]) -> dict[str, float]:
+    """Seconds a step of each name in earlier outputs; empty without any.
+
+    Raises:
+        SystemExit: a name that no output has a run of, timed by its own clock.
+    """
+    if not files:
+        return {}
+    every = [row for file in files for row in json.loads(file.read_text())["runs"]]
+    runs = [row for row in every if not row.get("timed_elsewhere")]
+    found = {name: [row["ms_a_step"] / 1e3 for row in runs if row["name"] == name] for name in names}
+    if missing := [name for name, times in found.items() if not times]:
+        raise SystemExit(f"--as-timed: no timed run of {', '.join(missing)}")
+    return {name: statistics.mean(times) for name, times in found.items()}
+
+
 def train_all(arguments: argparse.Namespace, variants: Sequence[Variant], result: dict[str, Any]) -> None:
     """Every variant, budget and seed, added to `result` and written after each; seeds outermost, so that a run cut
     short has compared everything it did."""
     began = time.perf_counter()
-    target, corpus, prompts, facts = prepare(arguments)
+    last_hidden = any(variant.reads_last_hidden for variant in variants)
+    target, corpus, prompts, facts = prepare(arguments, last_hidden=last_hidden)
     result |= facts
-    speeds: dict[str, float] = {}
+    speeds = speeds_of(arguments.as_timed, [variant.name for variant in variants])
     for seed, minutes, variant in [(s, m, v) for s in arguments.seeds for m in arguments.minutes for v in variants]:
         name = variant.name
         if name in result["left_out"]:
@@ -295,7 +322,10 @@ def train_all(arguments: argparse.Namespace, variants: Sequence[Variant], result
         try:
             if name not in speeds:
                 speeds[name] = seconds_a_step(variant, target, corpus, arguments)
-            job = Job(variant=variant, minutes=minutes, seed=seed, seconds_a_step=speeds[name])
+            job = Job(
+                variant=variant, minutes=minutes, seed=seed, seconds_a_step=speeds[name],
+                timed_elsewhere=bool(arguments.as_timed),
+            )  # fmt: skip
             row = run(job, target, corpus, prompts, arguments)
         except RuntimeError as error:  # absent, out of memory, or a rival's own failure on this version of torch
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -2,7 +2,6 @@
 
     python bench/target.py qwen3-8b                       eager, compiled and fp8 at [24, 2048] and [6, 8192]
     python bench/target.py qwen3.6-27b --layers 16        the hybrid shape, as many layers as are worth the time
-    python bench/target.py qwen3.6-27b --conv library     the same with transformers' own short convolution
     python bench/target.py qwen3.6-27b --only full_attention    compile the layers of this kind alone
     python bench/target.py qwen3-8b --sdpa cudnn          another attention kernel
 
@@ -30,7 +29,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftsmith.records import Document
-from draftsmith.target import compute
 from draftsmith.target.bundled import config_folder
 from draftsmith.target.capture import HookCapture, run_backbone
 from draftsmith.target.compute import (
@@ -211,14 +209,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[f"{rows}x{length}" for rows, length in SHAPES])
     parser.add_argument("--layers", type=int, help="layers of the target; 0 leaves all of its config")
     parser.add_argument("--runs", type=int, default=6)
-    parser.add_argument("--conv", choices=["fused", "library"], default="fused", help="of compiled linear attention")
     parser.add_argument("--only", default="", help="compile only layers of this kind, as the config's layer_types say")
     parser.add_argument("--sdpa", choices=["default", *SDPA], default="default")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
-    if arguments.conv == "library":
-        compute.fuse_convolutions = lambda _target: 0
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
@@ -232,7 +227,6 @@ def main() -> None:
         "layers": bench.target.facts.num_layers,
         "taps": bench.taps,
         "sdpa": arguments.sdpa,
-        "conv": arguments.conv,
         "compiled_kind": arguments.only or "all",
         "formula": "2 x tokens x weights of products in layers 0 .. last tap",
         "weights": bench.weights,

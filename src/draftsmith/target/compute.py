@@ -25,7 +25,7 @@ from draftsmith.errors import TargetError
 from draftsmith.records import Document, FeatureBatch, TargetFacts
 from draftsmith.target.anatomy import logits_of
 from draftsmith.target.capture import PAD_ID, get_hidden_states_packed, run_backbone
-from draftsmith.target.convolution import fuse_convolutions
+from draftsmith.target.linear_attention import fuse_convolutions, keep_rules_whole
 from draftsmith.target.model import Target, cut_after
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def warm_up(
     can't compile whole are compiled in pieces, and the report says why.
     """
     retune_linear_attention()
+    keep_rules_whole(target)
     if target.device.type == "cuda":
         fuse_convolutions(target)
     shapes = sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)  # kernels tune at the largest
