@@ -36,7 +36,7 @@ from draftsmith.drafter.loss import LossSpec
 from draftsmith.drafter.model import SLIDING, Drafter, DrafterConfig
 from draftsmith.drafter.objectives import LossConfig, resolve_gamma
 from draftsmith.pipeline.inputs import compute_dtype, start_drafter
-from draftsmith.pipeline.resolve import Choices, resolve_batching, resolve_drafter
+from draftsmith.pipeline.resolve import Choices, resolve_batching, resolve_drafter, resolve_init
 from draftsmith.pipeline.settings import BatchOptions, DrafterOptions
 from draftsmith.records import BatchShape, Document, FeatureBatch, FrozenEnds
 from draftsmith.target.capture import PackedCapture
@@ -260,6 +260,7 @@ class Ours:
     def __init__(self, variant: Variant, target: Target, corpus: Corpus, seed: int, total_steps: int) -> None:
         (settings,) = cast(tuple[OursSettings], variant.parts)
         self.config, self.corpus, self.seed, self.count = self.choose(variant, target), corpus, seed, 0
+        self.total_steps = total_steps
         options = BatchOptions(
             seed=seed, labels_per_token=settings.labels_per_token, anchors=settings.anchors or "auto",
             draws_per_batch=settings.draws or "auto", token_budget=settings.tokens or "auto",
@@ -298,8 +299,8 @@ class Ours:
         return drafter_config(variant, target)
 
     def start(self, settings: OursSettings, target: Target, seed: int) -> Drafter:
-        options = DrafterOptions(init=cast(Any, settings.init))
-        return start_drafter(self.config, options, target, seed, lambda line: None)
+        init = resolve_init(cast(Any, settings.init), self.total_steps, Choices())
+        return start_drafter(self.config, init, target, seed, lambda line: None)
 
     def step(self) -> None:
         self.accumulate()

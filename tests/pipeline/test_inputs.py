@@ -12,7 +12,7 @@ from draftsmith.data.prepare import PrepareConfig
 from draftsmith.errors import CheckpointError, DataError
 from draftsmith.pipeline import inputs as inputs_module
 from draftsmith.pipeline.inputs import capture_features, claim_folder, compute_dtype, load_data, start_drafter
-from draftsmith.pipeline.settings import DataOptions, DrafterOptions
+from draftsmith.pipeline.settings import DataOptions
 from draftsmith.pipeline.store import Origin, index_of
 from draftsmith.target.capture import PackedCapture
 from tests.families import tiny_target
@@ -62,11 +62,11 @@ def test_prepared_data_of_another_template_are_refused(tmp_path: Path) -> None:
 def test_drafters_start_from_the_target_or_at_random() -> None:
     said: list[str] = []
     target = tiny_target(FAMILY)
-    copied = start_drafter(CONFIG, DrafterOptions(), target, SEED, said.append)
+    copied = start_drafter(CONFIG, "target", target, SEED, said.append)
     assert any("copied" in line for line in said)
-    random = start_drafter(CONFIG, DrafterOptions(init="random"), target, SEED, said.append)
+    random = start_drafter(CONFIG, "random", target, SEED, said.append)
     assert said[-1] == "drafter starts from random weights"
-    again = start_drafter(CONFIG, DrafterOptions(init="random"), target, SEED, said.append)
+    again = start_drafter(CONFIG, "random", target, SEED, said.append)
     assert all(torch.equal(a, b) for a, b in zip(random.parameters(), again.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(random.parameters(), copied.parameters(), strict=True))
 

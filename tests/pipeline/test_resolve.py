@@ -21,6 +21,7 @@ from draftsmith.pipeline.resolve import (
     resolve_batching,
     resolve_drafter,
     resolve_draws,
+    resolve_init,
     resolve_loss,
     resolve_step,
     start_layers,
@@ -193,3 +194,20 @@ def test_a_fresh_drafter_starts_from_as_many_layers_as_it_has() -> None:
     assert [start_layers(DrafterOptions(), facts) for facts in (WIDE, FACTS)] == [5, 2]
     assert start_layers(DrafterOptions(layers=3), FACTS) == 3
     assert start_layers(DrafterOptions(init="random"), FACTS) == start_layers(DrafterOptions(init_from="d"), FACTS) == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps", "init", "why"),
+    [
+        ("auto", 3999, "target", "3,999 steps; from 4,000 on random weights end better"),
+        ("auto", 4000, "random", "4,000 steps; from 4,000 on random weights end better"),
+        ("target", 10**6, "target", "given"),
+        ("random", 1, "random", "given"),
+    ],
+)
+def test_long_runs_start_at_random_and_short_ones_from_the_target(choice: Any, steps: int, init: str, why: str) -> None:
+    choices = Choices()
+    assert resolve_init(choice, steps, choices) == init
+    (made,) = choices.made
+    assert (made.name, made.why) == ("start", why)
+    assert made.value == {"target": "the target's last layers", "random": "random weights"}[init]

@@ -12,7 +12,7 @@ import pytest
 from draftsmith.plan.hardware import parse_hardware
 from draftsmith.plan.memory import drafter_memory
 from draftsmith.plan.split import evaluate_split
-from draftsmith.plan.workload import Corpus, Job, draw_flops, draw_seconds
+from draftsmith.plan.workload import Corpus, Job, drafter_parameters, draw_flops, draw_seconds
 from draftsmith.target.model import TargetConfig
 from draftsmith.target.weigh import weigh_target
 from tests.plan.conftest import make_job
@@ -30,6 +30,11 @@ SMALL_CARD = make_job((4096, 12288, 3, 151936, 256), (32, 8, 128), 16, 8192)
 SHAPES["qwen3-8b-24gb"] = replace(SMALL_CARD, checkpoint_layers=True, chunk_rows=1024)
 DISTILLED = replace(SHAPES["qwen3.6-27b"], shape=replace(SHAPES["qwen3.6-27b"].shape, last_hidden=True))
 SHAPES |= {"qwen3.6-27b-kl": DISTILLED, "qwen3.6-27b-dense": replace(SHAPES["qwen3.6-27b"], num_anchors=3072)}
+
+
+SELF_TEST_COPY = 4
+"""Bytes per parameter that runs until 2026-12-01 kept reserved after the capture: the self-test took abs() of the
+gradient, which it no longer does. All results here are of such runs; this goes with their next measurement."""
 
 
 def measured(shape: str) -> tuple[dict[str, Any], float]:
@@ -58,7 +63,8 @@ def test_memory_is_as_foretold(shape: str) -> None:
     pool = found["activations"] + found["logits chunk"] + found["pool slack"]
     reserved = memory.total - found["CUDA context"]
     assert reserved - pool == pytest.approx(1e9 * row["peak_gb"], rel=0.15)
-    assert reserved == pytest.approx(1e9 * row["reserved_gb"], rel=0.15)
+    before = reserved + SELF_TEST_COPY * drafter_parameters(SHAPES[shape].drafter)
+    assert before == pytest.approx(1e9 * row["reserved_gb"], rel=0.15)
 
 
 @pytest.mark.parametrize("line", range(2), ids=["peer copies", "through the host"])

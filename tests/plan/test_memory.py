@@ -54,7 +54,7 @@ def test_a_role_fits_up_to_the_cards_memory(tiny: Job) -> None:
 
 def test_the_logits_say_what_an_element_takes(tiny: Job) -> None:
     (chunk,) = [buffer for buffer in drafter_memory(tiny, ring_here=False).buffers if buffer.name == "logits chunk"]
-    assert (chunk.bytes, chunk.why) == (12 * 16 * 6, "12 rows x 16 x 6 bytes")
+    assert (chunk.bytes, chunk.why) == (9 * 16 * 2, "9 rows x 16 x 2 bytes")
 
 
 def test_parameters_are_said_with_three_digits() -> None:

@@ -111,7 +111,7 @@ def test_no_senseless_number_of_draws_is_named(reference: Job) -> None:
     _, _, (remark,) = lopsided(reference, 1, 2, 8)
     assert "draws" not in remark
     assert "--colocate" in remark
-    _, _, (remark,) = lopsided(reference, 6, 1, 2)
+    _, _, (remark,) = lopsided(reference, 6, 1, 1.9)
     assert remark.startswith("targets would idle 17%: --colocate"), "with a draw less the drafters would idle 19%"
 
 

@@ -22,7 +22,7 @@ def test_every_buffer_and_change_is_on_the_page(reference: Job) -> None:
     text = shown(reference, "7xh200")
     for name in ("masters", "moments", "logits chunk", "target weights", "ring", "CUDA context", "twice the anchors"):
         assert name in text
-    assert "a draw takes 50" in text.replace("\n", " ")
+    assert "a draw takes 47" in text.replace("\n", " ")
     assert "\nfits on 7 x h200 (" in text
     assert "1,024 anchors" in text
     assert "tokens is drawn from" in text

@@ -21,7 +21,7 @@ from draftsmith.drafter.initialise import init_from_target
 from draftsmith.drafter.model import Drafter, DrafterConfig, init_weights
 from draftsmith.errors import CheckpointError, DataError
 from draftsmith.pipeline.documents import Documents, hold_out
-from draftsmith.pipeline.settings import DataOptions, DrafterOptions
+from draftsmith.pipeline.settings import DataOptions, Init
 from draftsmith.pipeline.store import StoreIndex, StoreWriter
 from draftsmith.records import Document
 from draftsmith.target.capture import Context, PackedCapture
@@ -111,12 +111,12 @@ def _check_template(data: PreparedData, target: Target, folder: Path) -> None:
 
 
 def start_drafter(
-    config: DrafterConfig, options: DrafterOptions, target: Target | None, seed: int, say: Callable[[str], None]
+    config: DrafterConfig, init: Init, target: Target | None, seed: int, say: Callable[[str], None]
 ) -> Drafter:
     """A drafter with its first weights, fp32 on the CPU."""
     drafter = Drafter(config)
     init_weights(drafter, seed)
-    if options.init == "target" and target is not None:
+    if init == "target" and target is not None:
         report = init_from_target(drafter, list(target.layers), target.final_norm, target.facts.layer_types)
         for line in report.lines():
             say(line)

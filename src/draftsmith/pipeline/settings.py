@@ -8,6 +8,7 @@ from typing import Literal
 from draftsmith.errors import ConfigError
 
 Auto = Literal["auto"]
+Init = Literal["target", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,9 @@ class DrafterOptions:
     """Window of the sliding layers; 0 gives every layer the whole context."""
     full_layers: int = 1
     """With --sliding-window: how many of the last layers still see everything."""
-    init: Literal["target", "random"] = "target"
-    """Start from copies of the target's last layers where widths agree, or from random weights."""
+    init: Init | Auto = "auto"
+    """Start from copies of the target's last layers where widths agree, or from random weights: auto is the target
+    for short runs, random for long ones (4,000 steps and more)."""
     init_from: str = ""
     """Start from an existing drafter (z-lab layout, folder or hub id); its own config decides the architecture."""
     freeze_context: bool = False

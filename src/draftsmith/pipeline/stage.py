@@ -209,12 +209,11 @@ def _load_data(config: RunConfig, target: Target, run: Path | None, console: Con
 
 
 def resolve_stage(
-    config: RunConfig, run: Path, console: Console, inputs: Inputs, start: Start, choices: Choices
+    config: RunConfig, run: Path, console: Console, inputs: Inputs, start: Start, batching: Batching, choices: Choices
 ) -> Stage:
-    """Choose what was left open."""
+    """Choose what else was left open."""
     placement = inputs.placement
     loss = resolve_loss(config.loss, start.config.block_size, choices)
-    batching = _batching(config, inputs, start.config, choices)
     dtype = compute_dtype(placement.on_gpu)
     frozen = config.drafter.freeze_context
     if frozen:
@@ -253,7 +252,8 @@ def resolve_stage(
     )
 
 
-def _batching(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, choices: Choices) -> Batching:
+def choose_batching(config: RunConfig, inputs: Inputs, drafter: DrafterConfig, choices: Choices) -> Batching:
+    """How much a step sees, and how many steps there are; from the data, or as captured features have it."""
     num_drafters = len(inputs.placement.drafters)
     if inputs.store is not None:
         index = inputs.store[1]

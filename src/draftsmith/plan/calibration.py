@@ -2,10 +2,6 @@
 
 Everything was taken on one H200 (bf16, CUDA graphs, torch 2.11 to 2.13) and is carried to other cards by their matrix
 rate. Sizes of buffers are not calibrated: they follow from shapes.
-
-The drafter's constants and the count of its activations are those of the step before weight gradients were added by
-their own products and known places left out (docs/log.md, 2026-12-01, fourth session). That one takes 5% less time and
-2 to 9% less memory at qwen3.6-27b; until the other shapes are measured anew, the plan errs on the safe side.
 """
 
 from __future__ import annotations
@@ -19,29 +15,39 @@ H200_MATRIX_TFLOPS = 669.0
 SUSTAINED_SHARE = H200_MATRIX_TFLOPS / 989.0
 """What an unmeasured card is taken to sustain of its nominal dense bf16 rate: what the H200 does."""
 
-DRAFTER_SHARE = 0.942
-"""Of the matrix rate, the products of a captured draw with its update. This and the next constant are solved from
-`bench/step.py` at qwen3.6-27b (502 ms) and smollm2 (6.19 ms); qwen3-8b (154 ms) is held out and foretold as 142."""
-MOVED_TIMES = 4.2
-"""How often a draw moves each byte of its activations and of all its logits through memory, at nominal bandwidth:
-next to nothing for wide drafters, most of the time for narrow ones."""
+DRAFTER_SHARE = 0.999
+"""Of the matrix rate, the products of a captured draw: they run at 685 TFLOP/s in the step, the cube at 669. This and
+the next constant are solved from `bench/step.py` at qwen3.6-27b (476 ms) and smollm2 (5.18 ms). Held out: qwen3-8b
+144 ms, foretold 137; its 24 GB shape 54, 60; 3,072 anchors 1,255, 1,273; distilled 560, 550."""
+MOVED_TIMES = 3.6
+"""How often a draw moves each byte of its activations, and the bytes of all its logits, at nominal bandwidth: next to
+nothing for wide drafters, most of the time for narrow ones."""
+LOGIT_BYTES_MOVED = 10
+"""Of a logit in bf16: written, read twice, overwritten by its gradient, read."""
+TEACHER_BYTES_MOVED = 4
+"""Of its teacher's: written and read."""
+UPDATE_BYTES = 34
+"""That an update moves for each element: gradient read and zeroed, master and two moments read and written, all fp32,
+shadow written in bf16."""
 TARGET_DENSE_SHARE = 593.0 / H200_MATRIX_TFLOPS
 """Of the matrix rate, the compiled forward of a dense target: Qwen3-8B at [24, 2048], 593 TFLOP/s (taken cold)."""
 TARGET_FP8_SHARE = 935.0 / H200_MATRIX_TFLOPS
 """The same with `--target-compute fp8`: 935 TFLOP/s."""
-TARGET_HYBRID_SHARE = 442.0 / H200_MATRIX_TFLOPS
-"""A Qwen3.5-type hybrid with flash-linear-attention, uncompiled: 442 TFLOP/s."""
+TARGET_HYBRID_SHARE = 573.0 / 673.5
+"""A Qwen3.5-type hybrid with flash-linear-attention, compiled: 573 TFLOP/s of the run's 673.5 at [24, 2048]."""
 HOST_SECONDS_PER_LAYER = 0.65e-3
 """What the host spends on a layer of a target's forward, compiled but not captured, hooks included: SmolLM2 with 2,048
 tokens a forward reads 100,000 tokens/s (docs/log.md). Wide layers take the GPU longer and hide it."""
 DECODE_SHARE = 0.25
 """Of the matrix rate, a server decoding many answers at once (regeneration). An assumption: servers vary by 2x."""
 
-BYTES_PER_LOGIT = 6
-"""Of a chunk at its fullest, once compiled: bf16 logits and the gradient's fp32 beside them."""
-POOL_SLACK = 1.17
-"""Graphs' pool over the activations counted: 29.1 GB reserved at qwen3.6-27b. qwen3-8b and smollm2 are held out:
-foretold 35.9 and 1.7 GB in all, measured 36.8 and 1.6."""
+BYTES_PER_LOGIT = 2
+"""Of a chunk at its fullest: bf16 logits, which their gradient overwrites."""
+BYTES_PER_DISTILLED_LOGIT = 12
+"""With a teacher, once compiled: two of bf16, and the gradient's fp32 beside each."""
+POOL_SLACK = 1.08
+"""Graphs' pool over the activations counted: 64.3 GB in all at qwen3.6-27b, foretold 65.0. Held out, in GB: qwen3-8b
+31.4, foretold 31.5; its 24 GB shape 17.8, 16.8; smollm2 1.31, 1.21; 3,072 anchors 99.2, 96.9; distilled 67.3, 71.3."""
 CONTEXT_BYTES = round(1.2e9)
 """CUDA context, libraries and workspaces, outside torch's allocator. An assumption: 0.5 to 1.5 GB by driver."""
 PCIE_GBPS = 35.0

@@ -8,14 +8,18 @@ from draftsmith.data.buckets import OrderConfig
 from draftsmith.drafter.model import DrafterConfig
 from draftsmith.errors import ConfigError
 from draftsmith.plan.calibration import (
+    BYTES_PER_DISTILLED_LOGIT,
     BYTES_PER_LOGIT,
     DECODE_SHARE,
     DRAFTER_SHARE,
     HOST_SECONDS_PER_LAYER,
+    LOGIT_BYTES_MOVED,
     MOVED_TIMES,
     TARGET_DENSE_SHARE,
     TARGET_FP8_SHARE,
     TARGET_HYBRID_SHARE,
+    TEACHER_BYTES_MOVED,
+    UPDATE_BYTES,
     Card,
 )
 from draftsmith.records import BatchShape
@@ -147,7 +151,7 @@ def activation_bytes(job: Job) -> int:
     Per block row and layer: the residual stream and its norm, twice; queries before and after rotation and the
     attention's output; own keys and values; gate, up and their product. Per context token and layer: keys, rotated
     keys, values, and both beside the block's. Once: the context before and after its norm, its gradient; the
-    block's embedding, the last hidden state and its gradient; the weights' gradients in bf16 before they are added up.
+    block's embedding, the last hidden state and its gradient.
     """
     d = job.drafter
     rows, tokens, H = job.num_anchors * d.block_size, job.shape.num_tokens, d.hidden_size
@@ -156,29 +160,28 @@ def activation_bytes(job: Job) -> int:
     kept = 1 if job.checkpoint_layers else d.num_layers
     stream = rows * H * (d.num_layers if job.checkpoint_layers else 0)
     context = tokens * (5 * keys * kept + 3 * H)
-    once = rows * 3 * H + drafter_parameters(d)
-    return BF16 * (rows * per_row * kept + stream + context + once)
+    return BF16 * (rows * per_row * kept + stream + context + rows * 3 * H)
 
 
 def chunk_bytes(job: Job) -> int:
-    """Logits of a chunk and their gradient."""
+    """Logits of a chunk at its fullest."""
     return chunk_rows(job) * job.drafter.vocab_size * bytes_per_logit(job)
 
 
 def chunk_rows(job: Job) -> int:
-    """Whole blocks, at least one, and no more than a draw has."""
-    return min(max(1, job.chunk_rows // job.drafter.block_size), job.num_anchors) * job.drafter.block_size
+    """Guesses of whole blocks, at least one, and no more than a draw has: the anchor of each is known."""
+    return min(max(1, job.chunk_rows // job.drafter.block_size), job.num_anchors) * (job.drafter.block_size - 1)
 
 
 def bytes_per_logit(job: Job) -> int:
-    """Twice with a teacher."""
-    return BYTES_PER_LOGIT * (2 if job.shape.last_hidden else 1)
+    return BYTES_PER_DISTILLED_LOGIT if job.shape.last_hidden else BYTES_PER_LOGIT
 
 
 def moved_bytes(job: Job) -> float:
-    """Activations and all logits of a draw, each counted once."""
-    rows = job.num_anchors * job.drafter.block_size
-    return activation_bytes(job) + (BF16 + 2 * FP32) * rows * job.drafter.vocab_size
+    """Activations of a draw, counted once, and what all its logits move."""
+    guesses = job.num_anchors * (job.drafter.block_size - 1)
+    per_logit = LOGIT_BYTES_MOVED + (TEACHER_BYTES_MOVED if job.shape.last_hidden else 0)
+    return activation_bytes(job) + per_logit * guesses * job.drafter.vocab_size
 
 
 def target_flops(job: Job) -> float:
@@ -193,9 +196,8 @@ def passed_layers(job: Job) -> tuple[int, ...]:
 
 def draw_seconds(job: Job, card: Card) -> float:
     """One captured draw with its update: products at the matrix rate, everything between them at memory's."""
-    return draw_flops(job) / (DRAFTER_SHARE * card.tflops * 1e12) + moved_bytes(job) * MOVED_TIMES / (
-        card.bandwidth * 1e12
-    )
+    moved = moved_bytes(job) * MOVED_TIMES + UPDATE_BYTES * trained_parameters(job)
+    return draw_flops(job) / (DRAFTER_SHARE * card.tflops * 1e12) + moved / (card.bandwidth * 1e12)
 
 
 def target_share(job: Job) -> float:

@@ -214,7 +214,8 @@ def _warm_up(plain: PlainStep) -> Tensor:
 def _fingerprint(state: TrainState) -> Tensor:
     """Sums and order-fixed reductions of the gradient: equal bits mean equal steps without a second buffer of N."""
     gradient = state.parameters.grad_N
-    folded = torch.stack([gradient.norm(), gradient.sum(), gradient.abs().max()])
+    least, most = torch.aminmax(gradient)  # a copy of N, as abs() makes one, would stay reserved
+    folded = torch.stack([gradient.norm(), gradient.sum(), torch.maximum(-least, most)])
     return torch.cat([state.sums, folded]).clone()
 
 

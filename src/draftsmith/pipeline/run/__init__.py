@@ -23,12 +23,21 @@ from draftsmith.evaluate.statistics import compare
 from draftsmith.pipeline.alarm import sound_alarm
 from draftsmith.pipeline.chief import idle_report, masters_on_cpu
 from draftsmith.pipeline.inputs import ON_POLICY, claim_folder, start_drafter, write_whole
-from draftsmith.pipeline.resolve import Choices, resolve_drafter
+from draftsmith.pipeline.resolve import Choices, resolve_drafter, resolve_init
 from draftsmith.pipeline.run.roles import roles_of_ranks, settle_roles, with_roles
 from draftsmith.pipeline.run.yardstick import Measures, RemoteYardstick, Yardstick, with_weights, yardstick_of
 from draftsmith.pipeline.session import LocalCrew, capture_epoch, train_stage
 from draftsmith.pipeline.show import print_choices
-from draftsmith.pipeline.stage import CONFIG, Inputs, RunConfig, Stage, Start, load_inputs, resolve_stage
+from draftsmith.pipeline.stage import (
+    CONFIG,
+    Inputs,
+    RunConfig,
+    Stage,
+    Start,
+    choose_batching,
+    load_inputs,
+    resolve_stage,
+)
 from draftsmith.pipeline.together import (
     ChiefCrew,
     Desk,
@@ -202,12 +211,14 @@ def prepare_stage(config: RunConfig, run: Path, inputs: Inputs, console: Console
     if config.drafter.init_from:
         drafter_config, drafter = load_zlab(config.drafter.init_from)
         choices.note("drafter", config.drafter.init_from, "its own architecture wins")
+        batching = choose_batching(config, inputs, drafter_config, choices)
     else:
         drafter_config = resolve_drafter(config.drafter, inputs.target.facts, choices)
-        seed = config.batch.seed
-        drafter = start_drafter(drafter_config, config.drafter, inputs.target, seed, console.print)
+        batching = choose_batching(config, inputs, drafter_config, choices)
+        init = resolve_init(config.drafter.init, batching.total_steps, choices)
+        drafter = start_drafter(drafter_config, init, inputs.target, config.batch.seed, console.print)
     start = Start(config=drafter_config, drafter=drafter)
-    stage = resolve_stage(config, run, console, inputs, start, choices)
+    stage = resolve_stage(config, run, console, inputs, start, batching, choices)
     print_choices(console, choices)
     for remark in stage.placement.remarks:
         console.print(f"[yellow]{remark}[/yellow]", highlight=False)
