@@ -212,6 +212,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
         spent = [statistics.mean(row["seconds"] for row in group) / 60 for group in groups]
         means = [statistics.mean(row["tau"] for row in group) for group in groups]
         axes.plot(spent, means, marker="D", color=color, label=name)
+    axes.set_xlim(left=0.0)
     axes.set_xlabel("minutes of training steps on one GPU")
     axes.set_ylabel("tau, draft-verify loop")
     axes.set_title("SmolLM2-135M target: tokens per verify step", fontsize=10)

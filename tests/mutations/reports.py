@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import fault
 
+LINEAR = "target/test_linear_attention.py"
 CAPTURE = "target/test_capture.py::test_B12_B13_B14_every_token_has_the_feature_row_of_its_own_place"
 SHARE = "drafter/test_anchors.py::test_C08_a_short_documents_share_of_the_anchors_is_its_share_of_the_tokens"
 LABELS = (
@@ -85,5 +86,33 @@ MUTATIONS = (
     ),
     fault(
         "C21 the head reads the residual stream as it is", "drafter/model.py", "return self.norm(x)", "return x", NORMED
+    ),
+    fault(
+        "a compiled hybrid traces its delta rule",
+        "target/compute.py",
+        "    keep_rules_whole(target)\n",
+        "",
+        LINEAR,
+    ),
+    fault(
+        "a traced function takes the slow reference",
+        "target/linear_attention.py",
+        "    names[EXPORTING] = never_exports\n",
+        "",
+        LINEAR,
+    ),
+    fault(
+        "a delta rule that keeps a state runs as the operation that has none",
+        "target/linear_attention.py",
+        "if starts_or_ends or options",
+        "if options",
+        LINEAR,
+    ),
+    fault(
+        "long runs start from the target's layers",
+        "pipeline/resolve.py",
+        '"target" if total_steps < RANDOM_START_STEPS',
+        '"target" if total_steps > RANDOM_START_STEPS',
+        "pipeline/test_resolve.py",
     ),
 )

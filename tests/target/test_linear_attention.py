@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import hub_kernels
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from draftsmith.target import linear_attention
 from draftsmith.target.capture import get_hidden_states_packed
 from draftsmith.target.compute import compile_layers, warm_up
-from draftsmith.target.linear_attention import fuse_convolutions, keep_rules_whole, shifted_convolution
+from draftsmith.target.linear_attention import (
+    EXPORTING,
+    fuse_convolutions,
+    keep_rules_whole,
+    shifted_convolution,
+    take_packages,
+)
 from tests.families import documents_of, fresh_target, tiny_target
 
 TAPS = (1, 2, 4)
@@ -24,6 +33,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is replaced for the process comes back after each test."""
     for name in (RULE, "causal_conv1d_fn"):
         monkeypatch.setattr(modeling, name, getattr(modeling, name))
+    monkeypatch.setattr(hub_kernels, EXPORTING, getattr(hub_kernels, EXPORTING))
     monkeypatch.setattr(linear_attention, "rules", {})
     monkeypatch.setattr(linear_attention, "fused", set())
     torch.compiler.reset()
@@ -101,6 +111,41 @@ def test_a_compiled_hybrid_reads_what_an_uncompiled_one_reads() -> None:
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_a_rule_that_ends_in_a_state_keeps_it_when_compiled() -> None:
+    original = getattr(modeling, RULE)
+    query, key, value = torch.randn(3, 1, 70, 2, 16)
+    g, beta = -torch.rand(1, 70, 2), torch.rand(1, 70, 2)
+    options = {"g": g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected, expected_state = original(query, key, value, **options)
+    compiled = torch.compile(linear_attention.opaque_rule(original, modeling.__name__), backend="eager")
+    output, state = compiled(query, key, value, **options)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(state, expected_state)
+
+
 def test_other_targets_keep_what_they_have() -> None:
     assert keep_rules_whole(tiny_target("qwen3")) == 0
     assert fuse_convolutions(tiny_target("qwen3")) == 0
+
+
+def test_a_traced_function_takes_its_package_where_torch_calls_every_trace_an_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package: Any = ModuleType("quick_scans")
+    package.scan = lambda x: x + 1
+    monkeypatch.setitem(sys.modules, "quick_scans", package)
+
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        return x - 1
+
+    dispatched = hub_kernels.use_kernel_func_from_hub_with_fallback("scan", "quick_scans")(scan)
+
+    def traced() -> float:
+        torch.compiler.reset()
+        return float(torch.compile(dispatched, backend="eager", fullgraph=True)(torch.zeros(())))
+
+    monkeypatch.setattr(hub_kernels, EXPORTING, lambda: True)  # what torch 2.11 answers inside a trace
+    assert traced() == -1, "transformers no longer takes its reference there: drop take_packages"
+    assert take_packages()
+    assert traced() == 1
+    assert float(dispatched(torch.zeros(()))) == 1

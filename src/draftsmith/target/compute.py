@@ -25,7 +25,7 @@ from draftsmith.errors import TargetError
 from draftsmith.records import Document, FeatureBatch, TargetFacts
 from draftsmith.target.anatomy import logits_of
 from draftsmith.target.capture import PAD_ID, get_hidden_states_packed, run_backbone
-from draftsmith.target.linear_attention import fuse_convolutions, keep_rules_whole
+from draftsmith.target.linear_attention import fuse_convolutions, keep_rules_whole, take_packages
 from draftsmith.target.model import Target, cut_after
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def warm_up(
     can't compile whole are compiled in pieces, and the report says why.
     """
     retune_linear_attention()
+    take_packages()
     keep_rules_whole(target)
     if target.device.type == "cuda":
         fuse_convolutions(target)

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from draftsmith.target.model import Target
 
 CONVOLUTION = "causal_conv1d_fn"
+HUB = "transformers.integrations.hub_kernels"
+EXPORTING = "is_torchdynamo_exporting"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 """What the families' modules call them: Qwen3.5, Qwen3-Next, OLMo hybrid; Kimi linear."""
 
@@ -114,6 +116,21 @@ def fused_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(*arguments, **options)
 
     return convolution
+
+
+def never_exports() -> bool:
+    return False
+
+
+def take_packages() -> bool:
+    """Tell transformers that no trace of this process is an export, so that it takes an installed package's kernels
+    there too (Mamba's scans, say); whether it asks at all, which older versions don't. A kernel that can't be traced
+    breaks its layer's graph, and `warm_up` reports that."""
+    names = vars(sys.modules[HUB]) if HUB in sys.modules else {}
+    if EXPORTING not in names:
+        return False
+    names[EXPORTING] = never_exports
+    return True
 
 
 def _model_files(target: Target) -> list[str]:
