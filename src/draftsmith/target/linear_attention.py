@@ -1,9 +1,9 @@
 """What a compiled linear-attention layer calls in place of two functions of transformers.
 
 Outside a compiled layer nothing changes. Inside, transformers 5 asks torch whether it is being exported, and takes its
-readable references where it is, whatever packages are installed. Some versions of torch (2.11) say so of every traced
-function. Seen in Qwen3.5's layers at [24, 2048] on an H200: the delta rule as a loop over chunks of fp32 products, a
-quarter of the layer's time, with flash-linear-attention installed and no word said. Hence:
+readable references where it is, whatever packages are installed. Some versions of torch (2.11, going by what ran) say
+so of every traced function. Seen in a Qwen3.5 of 27B at [24, 2048] on an H200: the delta rule as a loop over chunks of
+fp32 products, three tenths of the target's time, with flash-linear-attention installed and no word said. Hence:
 
 - the delta rule is one opaque operation, which runs what the uncompiled layer would run;
 - the short causal convolution is four shifted products, which a compiler fuses into one pass over the numbers. As a
