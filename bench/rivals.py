@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -46,7 +47,10 @@ def load(package: str, module: str) -> Any:
         RivalMissing: it, or something it imports, is absent.
     """
     try:
-        return importlib.import_module(module)
+        # In a thread of its own: their packages keep errors of optional imports, whose tracebacks hold every frame
+        # below, and with them the first rival and its batches on the GPU until the end.
+        with ThreadPoolExecutor(1) as worker:
+            return worker.submit(importlib.import_module, module).result()
     except ImportError as error:
         raise RivalMissing(f"{package} left out: {error}. Install it with: {INSTALL[package]}") from error
 
