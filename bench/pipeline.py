@@ -40,7 +40,7 @@ from draftsmith.pipeline.resolve import Batching
 from draftsmith.pipeline.settings import PipelineConfig
 from draftsmith.pipeline.stop import Stop
 from draftsmith.pipeline.team import run_workers
-from draftsmith.records import Document
+from draftsmith.records import Document, TargetFacts
 from draftsmith.target.model import Target, TargetConfig, load_target
 from draftsmith.target.taps import default_taps
 from draftsmith.target.weigh import weigh_target
@@ -56,11 +56,14 @@ FORWARD_BYTES = 8e9
 """Of a forward's activations and the compiler's scratch."""
 
 
-def make_documents(num_tokens: int, mean_length: int, vocab_size: int) -> list[Document]:
+def make_documents(num_tokens: int, mean_length: int, facts: TargetFacts) -> list[Document]:
+    """Random ids but padding: its embedding is zero in random weights, and a linear-attention layer keeps it so."""
     generator = torch.Generator().manual_seed(0)
     made: list[Document] = []
     for length in documents(num_tokens, mean_length, seed=1):
-        ids = torch.randint(0, vocab_size, (length,), generator=generator)
+        ids = torch.randint(0, facts.vocab_size, (length,), generator=generator)
+        if facts.pad_token_id is not None:
+            ids[ids == facts.pad_token_id] = (facts.pad_token_id + 1) % facts.vocab_size
         made.append(Document(token_ids=ids, loss_mask=torch.arange(length) >= length // 4))
     return made
 
@@ -268,12 +271,14 @@ def main() -> None:
     parser.add_argument("--dynamic", action="store_true", help="the system that this replaces, whole")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
+    if arguments.batches < 8:
+        parser.error("--batches: at least 8, of which the first few are left out")
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if arguments.device == "cpu":
         gpus = [torch.device("cpu")]
     target = load(arguments, SHAPES[arguments.shape], gpus)
     shape = with_taps(SHAPES[arguments.shape], target.facts.num_layers)
-    data = make_documents(shape.num_tokens * 6, shape.mean_length, target.facts.vocab_size)
+    data = make_documents(shape.num_tokens * 6, shape.mean_length, target.facts)
     if arguments.dynamic:
         row = measure_replaced(arguments, shape, target, data)
     else:

@@ -342,16 +342,28 @@ def train_all(arguments: argparse.Namespace, variants: Sequence[Variant], result
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def one_meaning(known: dict[str, list[str]], more: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Settings of both by name.
+
+    Raises:
+        SystemExit: a name that stands for other settings in the other.
+    """
+    if unlike := [name for name in known.keys() & more.keys() if known[name] != more[name]]:
+        raise SystemExit(f"{', '.join(sorted(unlike))}: other settings than in the merged output; rename one")
+    return known | more
+
+
 def main() -> None:
     arguments = parse()
     variants = variants_of(arguments)
     result: dict[str, Any] = {"runs": [], "settings": {}}
     for file in arguments.merge:
         earlier = json.loads(file.read_text())
-        both = {"runs": result["runs"] + earlier["runs"], "settings": result["settings"] | earlier["settings"]}
-        result = result | earlier | both
+        settings = one_meaning(result["settings"], earlier["settings"])
+        result = result | earlier | {"runs": result["runs"] + earlier["runs"], "settings": settings}
     result["left_out"] = {}
-    result["settings"] |= {variant.name: [str(part) for part in variant.parts] for variant in variants}
+    mine = {variant.name: [str(part) for part in variant.parts] for variant in variants}
+    result["settings"] = one_meaning(result["settings"], mine)
     if variants:
         train_all(arguments, variants, result)
     result["table"] = table(result["runs"])
