@@ -26,7 +26,7 @@ SMALL_WIDTH = 1024
 MAX_ANCHORS = 1024
 RANDOM_START_STEPS = 4000
 """Steps from which random weights end better than the target's last layers. Seen on a 135M target (docs/log.md): behind
-at 640 and 1,700 steps, ahead at 8,000 (tau +0.10) and 16,000 (+0.12); where they cross was not measured."""
+after some 500, about level at 2,000 (an early trial), ahead at 8,000 (tau +0.10) and 16,000 (+0.12)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
