@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing like it": ({"zzz": 1}, "unknown key 'zzz'; known: out, target"),
     "no table": ({"drafter": 3}, "recipe.toml drafter is a table of settings, not 3"),
     "no list": ({"drafter": {"taps": 3}}, "taps is a list, not 3"),
-    "choice": ({"drafter": {"init": "nil"}}, "init is one of target, random, not 'nil'"),
+    "choice": ({"drafter": {"init": "nil"}}, "init is one of auto, target, random, not 'nil'"),
     "union": ({"drafter": {"layers": "many"}}, "layers doesn't take 'many': one of int, 'auto'"),
     "type": ({"batch": {"max_documents": "8"}}, "max_documents is a int, not '8'"),
     "bool for a number": ({"batch": {"max_documents": True}}, "max_documents is a int, not True"),

@@ -35,7 +35,7 @@ class DrafterOptions:
     """Window of the sliding layers; 0 gives every layer the whole context."""
     full_layers: int = 1
     """With --sliding-window: how many of the last layers still see everything."""
-    init: Init | Auto = "auto"
+    init: Literal["auto", "target", "random"] = "auto"
     """Start from copies of the target's last layers where widths agree, or from random weights: auto is the target
     for short runs, random for long ones (4,000 steps and more)."""
     init_from: str = ""
