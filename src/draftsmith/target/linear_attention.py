@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
 from draftsmith.target.model import Target
@@ -67,7 +67,7 @@ def shifted_convolution(
     return output.to(hidden_states.dtype)
 
 
-@torch.library.custom_op("draftsmith::delta_rule", mutates_args=())
+@library.custom_op("draftsmith::delta_rule", mutates_args=())
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool, file: str
 ) -> Tensor:
