@@ -31,7 +31,7 @@ DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 rules: dict[str, Rule] = {}
-"""The delta rule of each model file, as it was."""
+"""Delta rules as they were, by model file and name."""
 fused: set[str] = set()
 """Model files whose convolution was replaced."""
 
@@ -68,31 +68,21 @@ def shifted_convolution(
 
 
 @library.custom_op("draftsmith::delta_rule", mutates_args=())
-def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool, file: str
-) -> Tensor:
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, l2norm: bool, rule: str) -> Tensor:
     """A model file's own delta rule over whole sequences from no state: [batch, length, heads, width] of `value`."""
-    output, _ = rules[file](
-        query,
-        key,
-        value,
-        g=g,
-        beta=beta,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=normalise,
-    )
+    states: dict[str, Any] = {"initial_state": None, "output_final_state": False}
+    output, _ = rules[rule](query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=l2norm, **states)
     return output.contiguous()
 
 
 @delta_rule.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, l2norm: bool, file: str) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, l2norm: bool, rule: str) -> Tensor:
     return value.new_empty(value.shape)
 
 
-def opaque_rule(original: Rule, file: str) -> Rule:
+def opaque_rule(original: Rule, label: str) -> Rule:
     """`original`, and within a compiled graph, where no state comes in or goes out, one operation that calls it."""
-    rules[file] = original
+    rules[label] = original
 
     @functools.wraps(original)
     def rule(
@@ -101,7 +91,7 @@ def opaque_rule(original: Rule, file: str) -> Rule:
         starts_or_ends = options.get("initial_state") is not None or options.get("output_final_state", False)
         if starts_or_ends or options.get("cu_seqlens") is not None or not torch.compiler.is_compiling():
             return original(query, key, value, g=g, beta=beta, **options)
-        return delta_rule(query, key, value, g, beta, options.get("use_qk_l2norm_in_kernel", False), file), None
+        return delta_rule(query, key, value, g, beta, options.get("use_qk_l2norm_in_kernel", False), label), None
 
     return rule
 
@@ -141,9 +131,9 @@ def keep_rules_whole(target: Target) -> int:
     """Put `opaque_rule` where `target`'s layers look for their delta rule, for this process; how many model files."""
     found = [(file, name) for file in _model_files(target) for name in DELTA_RULES if name in vars(sys.modules[file])]
     for file, name in found:
-        if file not in rules:
+        if f"{file}.{name}" not in rules:
             names = vars(sys.modules[file])
-            names[name] = opaque_rule(names[name], file)
+            names[name] = opaque_rule(names[name], f"{file}.{name}")
     return len(found)
 
 
